@@ -1,0 +1,149 @@
+"""Export: a standard Hugging Face folder of sharded safetensors, written by several ranks in parallel."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..errors import CheckpointError
+from ..models.converted import Converted, converted
+from ..parallel.mesh import Axis
+from ..parallel.sharding import Layout
+
+INDEX_NAME = "model.safetensors.index.json"
+MAX_SHARD_SIZE = "5GB"
+
+
+def save_pretrained(model: PreTrainedModel, folder: str | Path, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
+    """Write ``model`` as a folder that ``from_pretrained`` reads; every rank must call it.
+
+    Files are dealt out to the ranks of the first TMP world, each of which gathers one tensor at a
+    time. Tensors have HF names, full shapes and the dtype trained in.
+
+    Args:
+        model: a converted model.
+        folder: made if it is not there.
+        max_shard_size: the most bytes of one file, as HF's ``save_pretrained`` takes it.
+
+    Raises:
+        DistributedError: not all ranks called it.
+        CheckpointError: some rank could not write; all ranks raise.
+    """
+    state = converted(model)
+    state.mesh.meet("save_pretrained (or Trainer.save_model)")
+    failures: list[OSError] = []
+    if state.mesh.data.rank == 0:
+        _write(model, state, Path(folder), max_shard_size, failures)
+    _agree_on_success(state, failures, folder)
+
+
+def _write(
+    model: PreTrainedModel, state: Converted, folder: Path, max_shard_size: int | str, failures: list[OSError]
+) -> None:
+    """Write this rank's files; a failure is noted, and the gathering goes on, since other ranks take part in it."""
+    tensors = dict(_unique_tensors(model))
+    shapes = {
+        name: torch.empty(state.layouts[name].shape if name in state.layouts else t.shape, dtype=t.dtype, device="meta")
+        for name, t in tensors.items()
+    }
+    split = split_torch_state_dict_into_shards(
+        shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    )
+    axis = state.mesh.tmp
+    with _noting(failures):
+        folder.mkdir(parents=True, exist_ok=True)
+    for number, (filename, names) in enumerate(split.filename_to_tensors.items()):
+        writer = number % axis.size
+        full = {name: _gather(tensors[name], state.layouts.get(name), axis, writer) for name in names}
+        if axis.rank == writer:
+            with _noting(failures):
+                save_file({name: t for name, t in full.items() if t is not None}, folder / filename, {"format": "pt"})
+    if axis.rank == 0:
+        with _noting(failures):
+            _write_rest(model, folder, split)
+
+
+@contextmanager
+def _noting(failures: list[OSError]) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        failures.append(error)
+    except SafetensorError as error:
+        failures.append(OSError(str(error)))
+
+
+def _write_rest(model: PreTrainedModel, folder: Path, split: Any) -> None:
+    """Configuration and index; files of an earlier export that are not of this one go."""
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+    for stale in {*folder.glob("model-*.safetensors"), folder / "model.safetensors", folder / INDEX_NAME}:
+        if stale.name not in split.filename_to_tensors:
+            stale.unlink(missing_ok=True)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def full_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The full ``state_dict`` on rank 0's CPU, empty elsewhere; every rank must call it.
+
+    Raises:
+        DistributedError: not all ranks called it.
+    """
+    state = converted(model)
+    state.mesh.meet("get_state_dict")
+    if state.mesh.data.rank:
+        return {}
+    gathered = {
+        name: _gather(tensor, state.layouts.get(name), state.mesh.tmp, 0) for name, tensor in model.state_dict().items()
+    }
+    return {name: tensor for name, tensor in gathered.items() if tensor is not None}
+
+
+def _unique_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """The tensors to write, tied ones under their first name only."""
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor.detach()
+
+
+def _gather(tensor: Tensor, layout: Layout | None, axis: Axis, writer: int) -> Tensor | None:
+    """The full tensor on the CPU of ``writer``; None on other ranks. Parts held twice travel once."""
+    if layout is None or not layout.sharded or axis.group is None:
+        return tensor.detach().cpu().contiguous() if axis.rank == writer else None
+    sources = {layout.slices[rank]: rank for rank in reversed(range(axis.size))}
+    sources[layout.slices[writer]] = writer
+    full = torch.empty(layout.shape, dtype=tensor.dtype) if axis.rank == writer else None
+    for place, source in sources.items():
+        part = tensor.detach()
+        if full is not None:
+            if source != writer:
+                part = tensor.new_empty(layout.local_shape(source))
+                dist.recv(part, src=axis.ranks[source], group=axis.group)
+            place.put(full, part.cpu())
+        elif axis.rank == source:
+            dist.send(part.contiguous(), dst=axis.ranks[writer], group=axis.group)
+    return full
+
+
+def _agree_on_success(state: Converted, failures: list[OSError], folder: str | Path) -> None:
+    failed = state.mesh.control.all_reduce(torch.tensor([len(failures)]))
+    if int(failed):
+        reason = failures[0] if failures else "another rank reports the cause"
+        raise CheckpointError(f"{folder} could not be written: {reason}; free space or choose another folder")

@@ -1,0 +1,97 @@
+"""The settings of a run. The one place, with the command line, that reads the environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError
+from .plan import Plan, check_schedule_name
+
+
+def _flag(text: str) -> bool:
+    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    return words[text.lower()]
+
+
+_READ: dict[str, Callable[[str], Any]] = {
+    "tmp_size": int,
+    "degree": int,
+    "schedule": str,
+    "sub_batches": int,
+    "defer_weight_grads": _flag,
+    "gather_logits": _flag,
+    "plan": str,
+}
+
+
+@dataclass
+class OasesConfig:
+    """How to train; a field left out is read from the environment (``OASES_TMP_SIZE``, …), then defaulted.
+
+    Attributes:
+        tmp_size: ranks that share one batch; they form a TMP world, and the TMP worlds run data
+            parallel. Default: ``degree``, or else all ranks.
+        degree: ranks that split a block's weights. Default: ``tmp_size``.
+        schedule: ``oases`` (default), or a baseline: ``megatron``, ``wang``, ``merak``, ``cross_pass``.
+        sub_batches: parts of a batch that are interleaved. Default: what the schedule is made for.
+        defer_weight_grads: compute weight gradients while the all-reduce of the input's gradient runs.
+        gather_logits: return whole logits when training with labels (default: ``logits`` is None).
+        plan: a Plan, or the path of its JSON file, instead of ``degree``, ``schedule`` and ``sub_batches``.
+
+    Raises:
+        ConfigError: a setting cannot be read, or settings contradict each other.
+    """
+
+    tmp_size: int | None = None
+    degree: int | None = None
+    schedule: str | None = None
+    sub_batches: int | None = None
+    defer_weight_grads: bool | None = None
+    gather_logits: bool | None = None
+    plan: Plan | str | Path | None = None
+
+    def __post_init__(self) -> None:
+        """Fill in from the environment, and check what can be checked without ranks and a model."""
+        for setting in fields(self):
+            if getattr(self, setting.name) is None:
+                setattr(self, setting.name, _from_environment(setting.name))
+        if self.plan is not None:
+            self._check_alone_with_plan()
+        for name in ("tmp_size", "degree", "sub_batches"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name}={value}; choose 1 or more")
+        check_schedule_name(self.schedule or "oases")
+        if self.tmp_size and self.degree and self.tmp_size % self.degree:
+            raise ConfigError(
+                f"degree={self.degree} does not divide tmp_size={self.tmp_size}; choose a divisor of {self.tmp_size}"
+            )
+        if self.tmp_size and self.degree and self.degree < self.tmp_size:
+            raise ConfigError(
+                f"degree={self.degree} below tmp_size={self.tmp_size} is not supported yet; set tmp_size={self.degree} "
+                f"to run the ranks beyond it data parallel"
+            )
+
+    def _check_alone_with_plan(self) -> None:
+        clashing = [name for name in ("degree", "schedule", "sub_batches") if getattr(self, name) is not None]
+        if clashing:
+            raise ConfigError(f"plan and {clashing[0]} are both set; the plan holds {clashing[0]}: leave one out")
+
+    def load_plan(self) -> Plan | None:
+        """The plan that was given, read from its file if need be."""
+        return Plan.load(self.plan) if isinstance(self.plan, str | Path) else self.plan
+
+
+def _from_environment(name: str) -> Any:
+    variable = f"OASES_{name.upper()}"
+    text = os.environ.get(variable)
+    if text is None:
+        return None
+    try:
+        return _READ[name](text)
+    except (ValueError, KeyError) as error:
+        raise ConfigError(f"{variable}={text!r} cannot be read as {_READ[name].__name__.strip('_')}") from error

@@ -1,0 +1,237 @@
+"""Rewrites a Hugging Face model into its parallel form, in place.
+
+The model object, its class and its ``state_dict`` keys stay; each rank keeps its part of the
+parameters. Parameters are replaced, not resized: autograd may still hold on to the old ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .errors import ConfigError, UnsupportedModelError
+from .models import Block, Column, Family, Row, Units, family_of
+from .models.converted import Converted, converted
+from .models.vocabulary import Vocabulary
+from .parallel.equal import make_batch_equal, make_equal
+from .parallel.gradients import GradientSync
+from .parallel.layers import BlockEntry, ColumnParallel, Link, RowParallel, adopt
+from .parallel.mesh import Mesh
+from .parallel.sharding import Layout, Slice
+from .plan import Plan
+from .runtime.rng import DropoutSeeds
+from .runtime.stack import LayerBlock, Stack, StackList, one_by_one
+
+
+def describe(model: PreTrainedModel) -> str:
+    """What a plan for ``model`` is for: its type, hidden size and layers."""
+    config = model.config
+    return f"{config.model_type}, hidden {config.hidden_size}, {config.num_hidden_layers} layers"
+
+
+def block_count(model: PreTrainedModel) -> int:
+    """The number of blocks of ``model``'s stack."""
+    family = family_of(model.config)
+    return len(_stack_of(model, family)) * len(family.blocks)
+
+
+def convert(
+    model: PreTrainedModel, mesh: Mesh, plan: Plan, *, gather_logits: bool = False, defer_weight_grads: bool = False
+) -> Converted:
+    """Shard ``model`` over the TMP world of ``mesh`` as ``plan`` says, in place; all ranks call it.
+
+    Args:
+        model: the whole model, on every rank. Ranks whose weights differ get those of rank 0.
+        mesh: the ranks.
+        plan: made for this model; all degrees equal to ``mesh.tmp.size``.
+        gather_logits: return whole logits in training when labels are given.
+        defer_weight_grads: compute weight gradients while input gradients are reduced.
+
+    Raises:
+        UnsupportedModelError: the model has no family, is converted already, or is not plain.
+        ConfigError: the plan is for another model or mesh, or a degree is too high.
+    """
+    _refuse(model)
+    family = family_of(model.config)
+    plan.check(describe(model), block_count(model), mesh.tmp.size)
+    if set(plan.degrees) != {mesh.tmp.size}:
+        raise ConfigError(
+            f"degrees {sorted(set(plan.degrees))} on a TMP world of {mesh.tmp.size}: all degrees must be "
+            f"{mesh.tmp.size} for now; set tmp_size to the degree, ranks beyond it run data parallel"
+        )
+    shares = [family.units(model.config, mesh.tmp.size, rank) for rank in range(mesh.tmp.size)]
+    vocabulary = Vocabulary.of(model, Link(mesh.tmp), gather_logits)
+    make_equal(model, mesh)
+    sharder = _Sharder(mesh.tmp.rank)
+    link = Link(mesh.tmp)
+    layers = _stack_of(model, family)
+    for layer in layers:
+        for block in family.blocks:
+            _shard_block(sharder, layer, block, shares, link)
+        family.localize(layer, shares[mesh.tmp.rank])
+    vocabulary.shard(sharder)
+    layouts = _layouts(model, layers, sharder)
+    stack = _install_stack(model, family, plan, link, GradientSync(mesh, layouts), mesh, defer_weight_grads)
+    model.register_forward_pre_hook(partial(_share_batch, mesh), with_kwargs=True)
+    vocabulary.install(model)
+    names = {name: layouts[p] for name, p in model.named_parameters(remove_duplicate=False)}
+    model.config.use_cache = False  # a cache keeps the executor from running; generate() asks for one by itself
+    state = Converted(mesh, plan, family, names, stack, stack.gradients, vocabulary)
+    object.__setattr__(model, "oases", state)
+    return state
+
+
+@contextmanager
+def plain(model: nn.Module) -> Iterator[None]:
+    """Run ``model`` by HF's own loop inside, without overlap: each layer communicates by itself."""
+    with one_by_one(converted(model).stack):
+        yield
+
+
+def _share_batch(mesh: Mesh, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook of the model: every rank of a TMP world sees the batch of its first rank."""
+    named = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
+    tensors = {name: value for name, value in named.items() if torch.is_tensor(value)}
+    shared = {**named, **make_batch_equal(tensors, mesh.tmp, mesh.tmp_control)}
+    return tuple(shared.pop(str(i)) for i in range(len(args))), shared
+
+
+class _Sharder:
+    """Replaces parameters by this rank's part, each once however many modules share it."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._parts: dict[nn.Parameter, nn.Parameter] = {}
+        self.layouts: dict[nn.Parameter, Layout] = {}
+
+    def __call__(self, module: nn.Module, name: str, layout: Layout) -> None:
+        whole = getattr(module, name)
+        part = self._parts.get(whole)
+        if part is None:
+            part = nn.Parameter(layout.local(whole.detach(), self._rank), requires_grad=whole.requires_grad)
+            self._parts[whole] = part
+            self.layouts[part] = layout
+        setattr(module, name, part)
+
+
+def _shard_block(sharder: _Sharder, layer: nn.Module, block: Block, shares: list[Units], link: Link) -> None:
+    for path, split in block.linears.items():
+        module = layer.get_submodule(path)
+        if type(module) is not nn.Linear:
+            raise UnsupportedModelError(f"{path} is a {type(module).__name__}, not an nn.Linear; load it unquantised")
+        match split:
+            case Column():
+                layout = _column_layout(tuple(module.weight.shape), split, shares)
+                sharder(module, "weight", layout)
+                if module.bias is not None:
+                    sharder(module, "bias", _column_layout(tuple(module.bias.shape), split, shares))
+                module.out_features = module.weight.shape[0]
+                adopt(module, ColumnParallel, link=link)
+            case Row(unit):
+                slices = tuple(Slice(1, (units[unit].span,)) for units in shares)
+                sharder(module, "weight", Layout(tuple(module.weight.shape), slices))
+                module.in_features = module.weight.shape[1]
+                adopt(module, RowParallel, link=link)
+    adopt(layer.get_submodule(block.entry), BlockEntry, link=link)
+
+
+def _column_layout(shape: tuple[int, ...], split: Column, shares: list[Units]) -> Layout:
+    """Each section of the output features, one behind the other, split by its unit."""
+    offsets, total = [], 0
+    for section in split.sections:
+        offsets.append(total)
+        total += shares[0][section].of
+    if total != shape[0]:
+        raise UnsupportedModelError(f"a linear of {shape[0]} output features where its config says {total}")
+    slices = tuple(
+        Slice(0, tuple(units[s].span.scaled(1, offset) for s, offset in zip(split.sections, offsets, strict=True)))
+        for units in shares
+    )
+    return Layout(shape, slices, partial_grad=len(set(slices)) < len(slices))
+
+
+def _layouts(model: nn.Module, layers: nn.ModuleList, sharder: _Sharder) -> dict[nn.Parameter, Layout]:
+    """Every parameter's layout: those not sharded are whole on every rank, inside blocks with partial gradients."""
+    inside = set(layers.parameters())
+    layouts = dict(sharder.layouts)
+    for parameter in model.parameters():
+        layouts.setdefault(parameter, Layout(tuple(parameter.shape), partial_grad=parameter in inside))
+    return layouts
+
+
+def _install_stack(
+    model: PreTrainedModel, family: Family, plan: Plan, link: Link, gradients: GradientSync, mesh: Mesh, defer: bool
+) -> Stack:
+    layers = _stack_of(model, family)
+    base = model.base_model
+    stack = Stack(
+        path=f"{model.base_model_prefix}.{family.stack}" if base is not model else family.stack,
+        blocks=tuple(LayerBlock(block.name, block.run) for block in family.blocks),
+        block_parameters=tuple(_block_parameters(layer, family, block) for layer in layers for block in family.blocks),
+        per_sample=family.per_sample,
+        cache=family.cache,
+        positional=family.positional,
+        link=link,
+        gradients=gradients,
+        schedule=plan.schedule,
+        sub_batches=plan.sub_batches,
+        defer=defer,
+        seeds=DropoutSeeds(torch.initial_seed(), mesh.world.rank) if family.dropout(model.config) else None,
+    )
+    layers.__class__ = StackList
+    object.__setattr__(layers, "stack", stack)
+    base.register_forward_pre_hook(stack.enter, with_kwargs=True)
+    base.register_forward_hook(stack.leave, always_call=True)
+    return stack
+
+
+def _block_parameters(layer: nn.Module, family: Family, block: Block) -> tuple[nn.Parameter, ...]:
+    """The parameters a block uses: its entry's, its linears', and what else lies beside those."""
+    paths = (block.entry, *block.linears)
+    tops = {path.split(".")[0] for path in paths}
+    others = {
+        path.split(".")[0] for other in family.blocks if other is not block for path in (other.entry, *other.linears)
+    }
+    if not tops & others:
+        modules = [layer.get_submodule(top) for top in sorted(tops)]
+    else:
+        modules = [layer.get_submodule(path) for path in paths]
+    return tuple(dict.fromkeys(p for module in modules for p in module.parameters()))
+
+
+def _stack_of(model: PreTrainedModel, family: Family) -> nn.ModuleList:
+    base = model.base_model
+    stack = base.get_submodule(family.stack)
+    if not isinstance(stack, nn.ModuleList) or len(stack) == 0:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: {family.stack} of {type(base).__name__} is not a list of layers; nothing to shard"
+        )
+    return stack
+
+
+def _refuse(model: nn.Module) -> None:
+    """Raise UnsupportedModelError for models whose parameters are not the plain ones of a plain HF model."""
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise UnsupportedModelError(
+            f"{name} is not a transformers PreTrainedModel; hand over the model itself, before DDP, "
+            f"FSDP, DeepSpeed, torch.compile or PEFT wrap it"
+        )
+    if hasattr(model, "oases"):
+        raise UnsupportedModelError(f"{name} is converted already; convert a model once")
+    if getattr(model, "quantization_method", None) or getattr(model, "is_quantized", False):
+        raise UnsupportedModelError(f"{name} is quantised; load it without quantization_config")
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise UnsupportedModelError(f"{name} carries PEFT adapters; merge them first (merge_and_unload)")
+    for parameter_name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter or parameter.is_meta:
+            raise UnsupportedModelError(
+                f"{parameter_name} of {name} is a {'meta tensor' if parameter.is_meta else type(parameter).__name__}; "
+                f"load the model whole, without device_map, tp_plan or fully_shard"
+            )

@@ -1,0 +1,1 @@
+"""The ways in: the Accelerate plugin and the Trainer callback."""

@@ -1,0 +1,276 @@
+"""The Accelerate plugin: converts a model, and makes an Accelerator train it as one process would."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, DynamoBackend, ParallelismConfig, recursively_apply
+from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from transformers import PreTrainedModel
+
+from ..checkpoint import full_state_dict, save_pretrained
+from ..checkpoint.export import MAX_SHARD_SIZE
+from ..config import OasesConfig
+from ..convert import block_count, convert, describe
+from ..errors import CheckpointError, ConfigError, UnsupportedModelError
+from ..models import family_of
+from ..models.converted import Converted
+from ..parallel.mesh import Mesh
+from ..plan import Plan, check_schedule_name
+from ..schedule import kind
+from .overrides import override
+
+RESUME_IS_MISSING = (
+    "resumable training state is not supported yet: optimizer state of a sharded model would be saved and loaded "
+    "wrongly. Export weights with save_pretrained (or Trainer.save_model), and start a new run from that folder"
+)
+
+
+@dataclass
+class OasesPlugin(OasesConfig):
+    """Settings, and :meth:`install`, which puts them to work on an Accelerator and a model.
+
+    In a training loop of one's own::
+
+    accelerator = Accelerator()
+    model = OasesPlugin(degree=2).install(accelerator, model)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+    """
+
+    def install(self, accelerator: Accelerator, model: PreTrainedModel) -> PreTrainedModel:
+        """Convert ``model`` in place and take over what ``accelerator`` would do wrongly; all ranks call it.
+
+        Call it before the optimizer is made and before ``accelerator.prepare``. Returns ``model``, on
+        the accelerator's device.
+
+        Raises:
+            ConfigError: ranks, settings and model do not go together.
+            UnsupportedModelError: the model cannot be sharded.
+        """
+        _check_accelerator(accelerator)
+        family_of(getattr(model, "config", None))
+        plan = self.load_plan()
+        mesh = Mesh.build(self.tmp_size or self.degree or (plan.tmp_size if plan else None))
+        plan = plan or self._uniform_plan(model, mesh)
+        model.to(accelerator.device)
+        state = convert(
+            model,
+            mesh,
+            plan,
+            gather_logits=bool(self.gather_logits),
+            defer_weight_grads=bool(self.defer_weight_grads),
+        )
+        if mesh.world.size > 1 and state.sharded_fraction == 0.0:
+            raise UnsupportedModelError(
+                f"nothing of {type(model).__name__} was sharded; its declaration matches no layer"
+            )
+        _neutralise(model)
+        _tell_accelerate(accelerator, model, mesh)
+        _take_over(accelerator, model, state)
+        if mesh.world.rank == 0:
+            print(banner(model, state), flush=True)
+        return model
+
+    def _uniform_plan(self, model: PreTrainedModel, mesh: Mesh) -> Plan:
+        schedule = check_schedule_name(self.schedule or "oases")
+        sub_batches = self.sub_batches or kind(schedule).sub_batches
+        degree = self.degree or mesh.tmp.size
+        return Plan(describe(model), mesh.tmp.size, (degree,) * block_count(model), schedule, sub_batches)
+
+
+def banner(model: nn.Module, state: Converted) -> str:
+    """What was made of the model, in one line."""
+    plan, mesh = state.plan, state.mesh
+    total = sum(layout.numel for layout in state.gradients.layouts.values())
+    link = dist.get_backend() if dist.is_initialized() else "none"
+    if link == "nccl" and os.environ.get("NCCL_P2P_DISABLE") == "1":
+        link = "nccl without P2P"
+    return (
+        f"oases: {type(model).__name__}, {total / 1e6:.1f} M parameters, {state.sharded_fraction:.1%} of them sharded; "
+        f"degree {plan.degrees[0]} in {len(plan.degrees)} blocks; schedule {plan.schedule}, "
+        f"{plan.sub_batches} sub-batch{'es' * (plan.sub_batches > 1)}; "
+        f"{mesh.world.size} ranks = {mesh.data.size} data parallel × {mesh.tmp.size} TMP; link {link}"
+    )
+
+
+def _check_accelerator(accelerator: Accelerator) -> None:
+    """Refuse an Accelerator that does not run plain processes, or that has prepared something already."""
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > 1 and accelerator.num_processes == 1:
+        raise ConfigError(
+            f"{launched} processes were started, and this Accelerator runs as a single one, so they would train "
+            f"{launched} unrelated models. Without GPUs set ACCELERATE_USE_CPU=true, and launch with "
+            f"`accelerate launch --multi_gpu --num_processes {launched} --mixed_precision no --dynamo_backend no`"
+        )
+    if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM):
+        raise ConfigError(
+            f"the Accelerator is set up for {accelerator.distributed_type.value}, which shards the model by itself; "
+            f"run `accelerate config` without it, or leave oases out"
+        )
+    config = accelerator.state.parallelism_config
+    if config is not None and config.total_size > 1 and not getattr(config, "_made_by_oases", False):
+        raise ConfigError("the Accelerator has a parallelism_config of its own; leave it out, and set tmp_size instead")
+    dynamo = accelerator.state.dynamo_plugin.backend
+    if dynamo != DynamoBackend.NO:
+        raise ConfigError(
+            f"dynamo_backend={dynamo.value.lower()}: torch.compile of a converted model is not supported; set it to no"
+        )
+    if accelerator._models or accelerator._optimizers:
+        raise ConfigError(
+            "the Accelerator has prepared a model or an optimizer already, which hold on to unsharded parameters; "
+            "call install first, then make the optimizer, then accelerator.prepare"
+        )
+
+
+def _tell_accelerate(accelerator: Accelerator, model: PreTrainedModel, mesh: Mesh) -> None:
+    """Let data loaders and ``prepare`` know which ranks share a batch, and keep DistributedDataParallel away."""
+    if mesh.world.size == 1:
+        return
+    # Data parallelism is called dp_shard: Accelerate has no dp_replicate × tp.
+    config = ParallelismConfig(tp_size=mesh.tmp.size, dp_shard_size=mesh.data.size)
+    object.__setattr__(config, "_made_by_oases", True)
+    state = AcceleratorState()
+    state.parallelism_config = config
+    state.device_mesh = config.get_device_mesh(accelerator.device.type)
+    object.__setattr__(model, "_tp_size", mesh.tmp.size)
+    if accelerator.dataloader_config.dispatch_batches is None:
+        # Dispatching, the default for iterable datasets, knows no such mesh: it would give all ranks one batch.
+        accelerator.dataloader_config.dispatch_batches = False
+
+
+def _take_over(accelerator: Accelerator, model: PreTrainedModel, state: Converted) -> None:
+    """Replace the methods of this Accelerator that would be wrong on shards."""
+    if accelerator.scaler is not None and state.mesh.world.size > 1:
+        accelerator.scaler = _common_scaler(accelerator)
+
+    def save_model(model: PreTrainedModel, save_directory: str, max_shard_size: int | str = "10GB", **_: Any) -> None:
+        save_pretrained(accelerator.unwrap_model(model), save_directory, max_shard_size)
+
+    def get_state_dict(model: PreTrainedModel, unwrap: bool = True) -> dict[str, Tensor]:
+        return full_state_dict(accelerator.unwrap_model(model))
+
+    override(
+        accelerator,
+        backward=_backward(accelerator, state),
+        clip_grad_norm_=_clip(accelerator, state),
+        gather_for_metrics=_gather_for_metrics(accelerator, state),
+        save_model=save_model,
+        get_state_dict=get_state_dict,
+        save_state=_refuse_state,
+        load_state=_refuse_state,
+    )
+
+
+def _backward(accelerator: Accelerator, state: Converted) -> Callable[..., None]:
+    own = accelerator.backward
+
+    def backward(loss: Tensor, **kwargs: Any) -> None:
+        stepping = accelerator.sync_gradients
+        state.stack.reduce_now = stepping
+        own(loss, **kwargs)
+        if stepping:
+            state.gradients.finish()
+
+    return backward
+
+
+def _clip(accelerator: Accelerator, state: Converted) -> Callable[..., Tensor]:
+    def clip_grad_norm_(
+        parameters: nn.Parameter | Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor:
+        accelerator.unscale_gradients()
+        several = [parameters] if isinstance(parameters, nn.Parameter) else parameters
+        return state.gradients.clip(several, max_norm, norm_type)
+
+    return clip_grad_norm_
+
+
+def _common_scaler(accelerator: Accelerator) -> torch.amp.GradScaler:
+    """A gradient scaler whose ranks skip a step together."""
+    own = accelerator.scaler
+    return ShardedGradScaler(
+        device=accelerator.device.type,
+        init_scale=own._init_scale,
+        growth_factor=own._growth_factor,
+        backoff_factor=own._backoff_factor,
+        growth_interval=own._growth_interval,
+        enabled=own._enabled,
+    )
+
+
+def _gather_for_metrics(accelerator: Accelerator, state: Converted) -> Callable[..., Any]:
+    """Gather over data-parallel ranks, each TMP world once; drop what only filled the last batch."""
+    data = state.mesh.data
+
+    def gather(tensor: Tensor) -> Tensor:
+        return torch.cat(data.all_gather(tensor[None] if tensor.dim() == 0 else tensor.contiguous()))
+
+    def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
+        tensors = not use_gather_object and _holds_tensors(input_data)
+        if tensors:
+            gathered = recursively_apply(gather, input_data, error_on_other_type=True)
+        else:
+            gathered = [item for part in _gather_objects(input_data, state) for item in part]
+        position = accelerator.gradient_state
+        if position.end_of_dataloader and position.remainder > 0:
+            keep = position.remainder
+            return recursively_apply(lambda t: t[:keep], gathered) if tensors else gathered[:keep]
+        return gathered
+
+    return gather_for_metrics
+
+
+def _holds_tensors(data: Any) -> bool:
+    if isinstance(data, dict):
+        data = tuple(data.values())
+    if isinstance(data, tuple | list):
+        return bool(data) and all(_holds_tensors(item) for item in data)
+    return torch.is_tensor(data)
+
+
+def _gather_objects(data: Any, state: Converted) -> list[Any]:
+    axis = state.mesh.data
+    if axis.group is None:
+        return [data]
+    parts: list[Any] = [None] * axis.size
+    dist.all_gather_object(parts, data, group=axis.group)
+    return parts
+
+
+def _refuse_state(*_: Any, **__: Any) -> None:
+    raise CheckpointError(RESUME_IS_MISSING)
+
+
+def _neutralise(model: PreTrainedModel) -> None:
+    """Replace the methods of this model that would be wrong on shards, or would do twice what is done already."""
+
+    def already_recomputed(*_: Any, **__: Any) -> None:
+        """Do nothing: the executor recomputes every block already."""
+
+    def resize_token_embeddings(*_: Any, **__: Any) -> None:
+        raise UnsupportedModelError("resize_token_embeddings after conversion: resize before OasesPlugin().install")
+
+    def export(save_directory: str, max_shard_size: int | str | None = None, **kwargs: Any) -> None:
+        harmless = {"is_main_process", "safe_serialization"}
+        given = {name for name, value in kwargs.items() if value is not None} - harmless
+        if given:
+            raise ConfigError(f"save_pretrained of a converted model does not take {', '.join(sorted(given))}")
+        save_pretrained(model, save_directory, MAX_SHARD_SIZE if max_shard_size is None else max_shard_size)
+
+    checkpointing = [
+        n for n in ("gradient_checkpointing_enable", "activation_checkpointing_enable") if hasattr(model, n)
+    ]
+    override(
+        model,
+        resize_token_embeddings=resize_token_embeddings,
+        save_pretrained=export,
+        **dict.fromkeys(checkpointing, already_recomputed),
+    )

@@ -1,0 +1,201 @@
+"""The Trainer callback: ``Trainer(..., callbacks=[OasesCallback()])`` and nothing else."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer import TRAINING_ARGS_NAME
+
+from ..checkpoint import save_pretrained
+from ..config import OasesConfig
+from ..errors import CheckpointError, ConfigError, UnsupportedModelError
+from ..models.converted import Converted, converted
+from ..parallel.equal import make_batch_equal
+from .accelerate import RESUME_IS_MISSING, OasesPlugin
+from .overrides import override
+from .training_arguments import refuse
+
+log = logging.getLogger(__name__)
+
+
+class OasesCallback(TrainerCallback):
+    """Trains the Trainer's model with overlapped tensor model parallelism.
+
+    The model is converted in place when the Trainer is built. Loss, gradient norm, steps per epoch,
+    metrics and exports are those of one process.
+
+    Args:
+        config: the settings; read from the environment when None.
+
+    Raises:
+        ConfigError: when the Trainer is built, for ranks or arguments that cannot work.
+        UnsupportedModelError: likewise, for a model that cannot be sharded.
+    """
+
+    def __init__(self, config: OasesConfig | None = None) -> None:
+        self.config = config or OasesConfig()
+        self._attached = False
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Convert the model; the optimizer is made later."""
+        if not self._attached:
+            self.attach(_trainer_being_built())
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Refuse to train what was never converted."""
+        if not self._attached:
+            raise ConfigError(
+                "OasesCallback was added to a Trainer that exists already, so its model is not converted; pass it as "
+                "Trainer(callbacks=[OasesCallback()]), or call OasesCallback().attach(trainer) before train()"
+            )
+
+    def attach(self, trainer: Trainer) -> None:
+        """Convert the model of ``trainer``, before it trains. Called by itself when given as a callback."""
+        _check_trainer(trainer)
+        model = trainer.model
+        if not isinstance(model, PreTrainedModel):
+            raise UnsupportedModelError(
+                f"the Trainer's model is a {type(model).__name__}, not a transformers PreTrainedModel"
+            )
+        settings = {setting.name: getattr(self.config, setting.name) for setting in fields(self.config)}
+        OasesPlugin(**settings).install(trainer.accelerator, model)
+        _take_over(trainer, model, converted(model))
+        _end_quietly()
+        self._attached = True
+
+
+def _trainer_being_built() -> Trainer:
+    """The Trainer whose constructor is running: callbacks are not handed it."""
+    frame = sys._getframe()
+    while frame is not None:
+        candidate = frame.f_locals.get("self")
+        if isinstance(candidate, Trainer):
+            return candidate
+        frame = frame.f_back  # type: ignore[assignment]
+    raise ConfigError("no Trainer is being built here; call OasesCallback().attach(trainer)")
+
+
+def _check_trainer(trainer: Trainer) -> None:
+    """Refuse what would undo the conversion, before weights move; raises ConfigError."""
+    refuse(trainer.args)
+    if trainer.model_init is not None:
+        raise ConfigError("model_init builds the model anew in train(), unsharded; pass model= instead")
+    if trainer.optimizer is not None or trainer.lr_scheduler is not None:
+        raise ConfigError("the optimizer holds on to unsharded parameters; pass optimizer_cls_and_kwargs instead")
+    if trainer.model_wrapped is not trainer.model or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise ConfigError("the Trainer has wrapped the model (DeepSpeed, FSDP or DataParallel); run without that")
+
+
+def _take_over(trainer: Trainer, model: PreTrainedModel, state: Converted) -> None:
+    """Replace the methods of this Trainer that would be wrong on shards."""
+    gather: Callable[..., Any] = trainer.accelerator.gather_for_metrics
+    trainer.gather_function = functools.partial(gather, use_gather_object=trainer.args.eval_use_gather_object)
+    if trainer.label_smoother is not None and trainer.compute_loss_func is None and state.vocabulary.own_loss:
+        state.vocabulary.smoothing = trainer.label_smoother.epsilon
+        trainer.label_smoother = None
+    override(
+        trainer,
+        save_model=functools.partial(_save_model, trainer, model),
+        get_batch_samples=_sharing_batches(trainer, state),
+        _track_num_input_tokens=_counting_once(trainer, state.mesh.tmp.size),
+        _save_optimizer_and_scheduler=_say_that_resume_is_missing,
+        _load_from_checkpoint=_refuse_resume,
+        _load_optimizer_and_scheduler=_refuse_resume_when_given,
+        _load_best_model=_refuse_resume,
+    )
+
+
+def _save_model(
+    trainer: Trainer, model: PreTrainedModel, output_dir: str | None = None, _internal_call: bool = False
+) -> None:
+    """Export the model, tokenizer and arguments; all ranks call it."""
+    folder = Path(output_dir or trainer.args.output_dir or ".")
+    save_pretrained(model, folder)
+    if not trainer.args.should_save:
+        return
+    processor = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    if processor is not None:
+        processor.save_pretrained(folder)
+    torch.save(trainer.args, folder / TRAINING_ARGS_NAME)
+    if trainer.args.push_to_hub and not _internal_call:
+        trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
+
+
+def _sharing_batches(trainer: Trainer, state: Converted) -> Callable[..., Any]:
+    """Take each batch from the first rank of a TMP world, before its tokens are counted.
+
+    Collators that mask at random in worker processes give every rank another batch.
+    """
+    own = trainer.get_batch_samples
+
+    def share(batch: Any) -> Any:
+        if not isinstance(batch, Mapping):
+            return batch
+        tensors = {name: value for name, value in batch.items() if torch.is_tensor(value)}
+        return {**batch, **make_batch_equal(tensors, state.mesh.tmp, state.mesh.tmp_control)}
+
+    def get_batch_samples(epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        return own(map(share, epoch_iterator), num_batches, device)
+
+    return get_batch_samples
+
+
+def _counting_once(trainer: Trainer, tmp_size: int) -> Callable[[Any], None]:
+    """Count the tokens of a batch once, though all ranks of a TMP world see it."""
+    own: Callable[[Any], None] = trainer._track_num_input_tokens
+
+    def track(inputs: Any) -> None:
+        before = trainer.state.num_input_tokens_seen
+        own(inputs)
+        trainer.state.num_input_tokens_seen = before + (trainer.state.num_input_tokens_seen - before) // tmp_size
+
+    return track
+
+
+def _say_that_resume_is_missing(output_dir: str) -> None:
+    if int(os.environ.get("RANK", "0")) == 0:
+        log.warning("%s holds an export of the model, no optimizer: %s", output_dir, RESUME_IS_MISSING)
+
+
+def _refuse_resume(*_: Any, **__: Any) -> None:
+    raise CheckpointError(RESUME_IS_MISSING)
+
+
+def _refuse_resume_when_given(checkpoint: str | None) -> None:
+    if checkpoint is not None:
+        _refuse_resume()
+
+
+def _end_quietly() -> None:
+    """Leave the process group in order when the process ends; after an error, leave at once and say which rank."""
+    if not dist.is_initialized():
+        return
+    own_hook, rank = sys.excepthook, dist.get_rank()
+    failed = False
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        nonlocal failed
+        failed = True
+        own_hook(kind, error, trace)
+        print(f"oases: rank {rank} failed: {kind.__name__}: {error}", file=sys.stderr, flush=True)
+
+    def leave() -> None:
+        if dist.is_initialized() and not failed:
+            dist.destroy_process_group()
+
+    sys.excepthook = hook
+    atexit.register(leave)

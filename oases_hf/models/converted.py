@@ -1,0 +1,47 @@
+"""What conversion leaves on a model: the ranks, the plan, and who owns what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..errors import UnsupportedModelError
+from ..parallel.gradients import GradientSync
+from ..parallel.mesh import Mesh
+from ..parallel.sharding import Layout
+from ..plan import Plan
+from ..runtime.stack import Stack
+from .family import Family
+from .vocabulary import Vocabulary
+
+
+@dataclass
+class Converted:
+    """The state of a converted model.
+
+    Attributes:
+        layouts: how each parameter, by its name in ``state_dict``, is spread over the TMP world.
+    """
+
+    mesh: Mesh
+    plan: Plan
+    family: Family
+    layouts: dict[str, Layout]
+    stack: Stack
+    gradients: GradientSync
+    vocabulary: Vocabulary
+
+    @property
+    def sharded_fraction(self) -> float:
+        """The share of the model's parameters, by number, that ranks split among them."""
+        sizes = [(layout.numel, layout.sharded) for layout in self.gradients.layouts.values()]
+        return sum(n for n, sharded in sizes if sharded) / max(1, sum(n for n, _ in sizes))
+
+
+def converted(model: nn.Module) -> Converted:
+    """What conversion left on ``model``; raises UnsupportedModelError when it is not converted."""
+    found = getattr(model, "oases", None)
+    if not isinstance(found, Converted):
+        raise UnsupportedModelError(f"{type(model).__name__} is not converted; call OasesPlugin().install first")
+    return found

@@ -1,0 +1,6 @@
+"""The families there are."""
+
+from .family import Family
+from .llama import LLAMA
+
+FAMILIES: tuple[Family, ...] = (LLAMA,)

@@ -1,0 +1,136 @@
+"""Embedding, output head and loss of a converted model, split by words."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from ..errors import ConfigError, UnsupportedModelError
+from ..parallel.autograd import apply
+from ..parallel.layers import GatherFromGroup, Link, VocabParallelEmbedding, VocabParallelHead, adopt
+from ..parallel.loss import IGNORE_INDEX, cross_entropy, shifted_labels
+from ..parallel.sharding import Layout, Slice, Span, bounds
+
+Shard = Callable[[nn.Module, str, Layout], None]
+
+
+@dataclass
+class Vocabulary:
+    """The owner of what is split by words.
+
+    Attributes:
+        head: the output head; None for models that predict no words.
+        gather_logits: return whole logits in training too.
+        smoothing: the label smoothing factor of the loss.
+        own_loss: the model's loss is HF's for causal language models, computed here on local logits.
+    """
+
+    embedding: nn.Embedding
+    head: nn.Linear | None
+    link: Link
+    spans: tuple[Span, ...]
+    gather_logits: bool
+    smoothing: float = 0.0
+    own_loss: bool = False
+    _local: bool = False
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, link: Link, gather_logits: bool) -> Vocabulary:
+        """Find the embedding and head of ``model``.
+
+        Raises:
+            UnsupportedModelError: they are not of the plain kind.
+            ConfigError: there are fewer words than ranks.
+        """
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        if not isinstance(embedding, nn.Embedding) or embedding.max_norm or embedding.sparse:
+            raise UnsupportedModelError(f"the input embedding of {type(model).__name__} is not a plain nn.Embedding")
+        if head is not None and type(head) is not nn.Linear:
+            raise UnsupportedModelError(
+                f"the output head of {type(model).__name__} is a {type(head).__name__}, not nn.Linear"
+            )
+        words = embedding.num_embeddings
+        if head is not None and head.out_features != words:
+            raise UnsupportedModelError(f"{head.out_features} output words and {words} input words; they must be equal")
+        if words < link.axis.size:
+            raise ConfigError(f"{words} words cannot be split over {link.axis.size} ranks; choose a lower degree")
+        spans = tuple(bounds(words, link.axis.size, rank) for rank in range(link.axis.size))
+        return cls(embedding, head, link, spans, gather_logits)
+
+    def shard(self, shard: Shard) -> None:
+        """Keep this rank's words of the embedding and the head."""
+        span = self.spans[self.link.axis.rank]
+        slices = tuple(Slice(0, (s,)) for s in self.spans)
+        embedding, head = self.embedding, self.head
+        shard(embedding, "weight", Layout(tuple(embedding.weight.shape), slices))
+        embedding.num_embeddings = span.size
+        padding = embedding.padding_idx
+        embedding.padding_idx = padding - span.lo if padding is not None and span.lo <= padding < span.hi else None
+        adopt(embedding, VocabParallelEmbedding, link=self.link, span=span)
+        if head is not None:
+            shard(head, "weight", Layout(tuple(head.weight.shape), slices))
+            if head.bias is not None:
+                shard(head, "bias", Layout(tuple(head.bias.shape), slices))
+            head.out_features = span.size
+            adopt(head, VocabParallelHead, link=self.link, finish=self.logits)
+
+    def install(self, model: PreTrainedModel) -> None:
+        """Give ``model`` the loss on local logits, and hooks that decide what its ``logits`` are."""
+        if self.head is None:
+            return
+        self.own_loss = model.loss_function is ForCausalLMLoss
+        if self.own_loss:
+            model.loss_function = self.causal_loss
+        signature = inspect.signature(type(model).forward)
+
+        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+            given = signature.bind_partial(module, *args, **kwargs).arguments
+            self._local = self.own_loss and given.get("labels") is not None
+
+        def after(module: nn.Module, args: Any, output: Any) -> Any:
+            if not self._local:
+                return output
+            self._local = False
+            keep = self.gather_logits or not module.training
+            return _with_logits(output, self.gathered if keep else None)
+
+        model.register_forward_pre_hook(before, with_kwargs=True)
+        model.register_forward_hook(after)
+
+    def logits(self, local: Tensor) -> Tensor:
+        """What the head returns: local logits for the loss, or whole ones when nobody gave labels."""
+        return local if self._local else self.gathered(local)
+
+    def gathered(self, local: Tensor) -> Tensor:
+        """Whole logits ``[..., V]`` from local ones; the backward takes this rank's slice."""
+        return apply(GatherFromGroup, local, self.link.axis, self.spans)
+
+    def causal_loss(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        vocab_size: int,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = IGNORE_INDEX,
+        shift_labels: Tensor | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """What HF's ``ForCausalLMLoss`` computes, on local logits ``[B, S, x_V]``; labels ``[B, S]``."""
+        shifted = shifted_labels(labels, ignore_index) if shift_labels is None else shift_labels
+        return cross_entropy(
+            logits.float(), shifted, self.link.axis, self.spans, num_items_in_batch, ignore_index, self.smoothing
+        )
+
+
+def _with_logits(output: Any, change: Callable[[Tensor], Tensor] | None) -> Any:
+    """``output``, a ModelOutput or a tuple ``(loss, logits, …)``, with its logits changed or taken out."""
+    if isinstance(output, tuple):
+        loss, logits, *rest = output
+        return (loss, *([change(logits)] if change else []), *rest)
+    return type(output)(**{**output, "logits": change(output["logits"]) if change else None})

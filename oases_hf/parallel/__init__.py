@@ -1,0 +1,1 @@
+"""What runs across ranks: the mesh, sharding, layers, loss and gradients."""

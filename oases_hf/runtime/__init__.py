@@ -1,0 +1,1 @@
+"""Runs schedules on real layers."""

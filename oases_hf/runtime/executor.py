@@ -1,0 +1,294 @@
+"""The executor: runs the instructions of a schedule on the blocks of a stack.
+
+One :class:`Run` holds the tensors of one forward and its backward, under the keys that
+``schedule.check`` keeps facts under. Shapes: B batch, S sequence, H hidden; b is the part of B that
+a sub-batch is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import assert_never
+
+import torch
+from torch import Tensor, nn
+
+from ..parallel.gradients import GradientSync
+from ..parallel.layers import Link, RowParallel
+from ..parallel.mesh import Pending
+from ..schedule import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Collective,
+    Forward,
+    Instruction,
+    Project,
+    Recompute,
+    ReduceGrads,
+    Schedule,
+    StartAsync,
+    Sync,
+    around,
+    to_text,
+)
+from ..schedule.instructions import Tensor as TensorName
+from .rng import seeded
+
+Key = tuple[int, int]
+Captured = list[tuple[RowParallel, Tensor]]
+PutOff = list[Callable[[], None]]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of a stack, ready to run.
+
+    Attributes:
+        name: where it is in the model, for messages.
+        partial: maps a hidden ``[b, S, H]`` and a sub-batch number to this rank's share of the output.
+        parameters: the parameters it uses.
+    """
+
+    name: str
+    partial: Callable[[Tensor, int], Tensor]
+    parameters: tuple[nn.Parameter, ...]
+
+
+@dataclass
+class _Graph:
+    """A recomputed block: its input, and its outputs by piece."""
+
+    leaf: Tensor
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class _Inner:
+    """A block computed up to its row-parallel projections: what each is applied to, in pieces of tokens."""
+
+    shape: torch.Size
+    inputs: list[tuple[RowParallel, tuple[Tensor, ...]]]
+
+    def project(self, piece: int) -> Tensor:
+        """The share of one piece, ``[tokens, H]``."""
+        first, *rest = [layer.project(pieces[piece]) for layer, pieces in self.inputs]
+        for other in rest:
+            first = first + other
+        return first
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The autocast state of a forward, to be put back in its recompute."""
+
+    device: str
+    enabled: bool
+    dtype: torch.dtype
+    cache: bool
+
+    @classmethod
+    def of(cls, device: str) -> Autocast:
+        """The state now."""
+        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        return cls(device, enabled, dtype, torch.is_autocast_cache_enabled())
+
+    def again(self) -> torch.autocast:
+        """A context in which that state holds."""
+        return torch.autocast(self.device, self.dtype, self.enabled, self.cache)
+
+
+class Run:
+    """The tensors of one forward through a stack and of its backward.
+
+    Args:
+        blocks: the blocks, in order.
+        schedule: the instructions; ``schedule.check`` says what a right one is.
+        link: the ranks that share the blocks' weights.
+        gradients: who averages gradients over data-parallel ranks.
+        seed: what to seed the dropout of a block and sub-batch with; None when there is none.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        schedule: Schedule,
+        link: Link,
+        gradients: GradientSync,
+        seed: Callable[[int, int], int] | None = None,
+    ) -> None:
+        self._blocks = blocks
+        self._schedule = schedule
+        self._link = link
+        self._gradients = gradients
+        self._seed = seed
+        self._sub_batches = schedule.sub_batches
+        every = (*schedule.forward, *schedule.backward)
+        self._sent = {op.collective for op in every if isinstance(op, StartAsync)}
+        self._kept = {(op.block, op.sub_batch) for op in every if isinstance(op, Forward) and op.keep_input}
+        self._deferring = any(isinstance(op, BackwardInput) for op in every)
+        self._autocast = Autocast("cpu", False, torch.bfloat16, True)
+        self._hidden: dict[Key, Tensor] = {}
+        self._inputs: dict[Key, Tensor] = {}
+        self._partials: dict[Collective, Tensor] = {}
+        self._inners: dict[Collective, _Inner] = {}
+        self._graphs: dict[Key, _Graph] = {}
+        self._put_off: dict[Key, PutOff] = {}
+        self._grads: dict[int, Tensor] = {}
+        self._flying: dict[Collective, tuple[Tensor, Pending]] = {}
+        self._arrived: dict[Collective, Tensor] = {}
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes of the block inputs that are kept for recompute now."""
+        return sum(x.numel() * x.element_size() for x in self._inputs.values())
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Run the forward half on ``[B, S, H]``."""
+        self._autocast = Autocast.of(hidden.device.type)
+        for k, part in enumerate(hidden.tensor_split(self._sub_batches)):
+            self._hidden[0, k] = part
+        self._execute("forward", self._schedule.forward)
+        last = len(self._blocks)
+        # Popped, not read: a run that held its output would be in a cycle with the autograd node.
+        return torch.cat([self._hidden.pop((last, k)) for k in range(self._sub_batches)])
+
+    def backward(self, grad: Tensor, ops: Sequence[Instruction]) -> Tensor:
+        """Run ``ops``, a backward half, on the gradient of the output, ``[B, S, H]``; returns that of the input."""
+        for k, part in enumerate(grad.tensor_split(self._sub_batches)):
+            self._grads[k] = part
+        self._execute("backward", ops)
+        return torch.cat([self._grads.pop(k) for k in range(self._sub_batches)])
+
+    def _execute(self, half: str, ops: Sequence[Instruction]) -> None:
+        for position, op in enumerate(ops):
+            try:
+                self._step(op)
+            except Exception as error:
+                block = op.collective.block if isinstance(op, Project | StartAsync | Sync) else op.block
+                where = f"{half} schedule, {to_text(op)} of {self._blocks[block].name}"
+                error.add_note(f"{where}: {around(ops, position)}")
+                raise
+
+    def _step(self, op: Instruction) -> None:
+        match op:
+            case Forward():
+                self._forward(op)
+            case Recompute():
+                self._recompute(op)
+            case Project(collective):
+                self._project(collective)
+            case StartAsync(collective):
+                self._start(collective)
+            case Sync(collective):
+                self._sync(collective)
+            case Backward(block, k):
+                self._backward((block, k))
+            case BackwardInput(block, k):
+                self._backward((block, k))
+            case BackwardWeight(block, k):
+                for add_weight_grad in self._put_off.pop((block, k)):
+                    add_weight_grad()
+            case ReduceGrads(block):
+                self._gradients.start(self._blocks[block].parameters)
+            case _:
+                assert_never(op)
+
+    def _forward(self, op: Forward) -> None:
+        key = (op.block, op.sub_batch)
+        if key in self._kept:
+            self._inputs[key] = self._hidden[key]
+        with torch.no_grad():
+            self._compute(op, "output", self._hidden[key])
+
+    def _recompute(self, op: Recompute) -> None:
+        key = (op.block, op.sub_batch)
+        leaf = self._inputs[key].detach().requires_grad_()
+        self._graphs[key] = _Graph(leaf)
+        if self._deferring:
+            self._put_off[key] = []
+        with torch.enable_grad():
+            self._compute(op, "recomputed", leaf)
+
+    def _compute(self, op: Forward | Recompute, tensor: TensorName, x: Tensor) -> None:
+        """Run a block on ``x``, ``[b, S, H]``; in pieces, stop before its projections."""
+        key = (op.block, op.sub_batch)
+        first = Collective(*key, tensor, 0, op.pieces)
+        captured: Captured | None = [] if op.pieces > 1 else None
+        with self._inside(key, tensor, x.device, captured):
+            share = self._blocks[op.block].partial(x, op.sub_batch)
+        if captured is None:
+            self._made(first, share)
+        else:
+            inputs = [(layer, y.flatten(0, -2).tensor_split(op.pieces)) for layer, y in captured]
+            self._inners[first] = _Inner(x.shape, inputs)
+
+    def _project(self, collective: Collective) -> None:
+        inner = self._inners[collective.siblings()[0]]
+        key = (collective.block, collective.sub_batch)
+        device = inner.inputs[0][1][0].device
+        with torch.set_grad_enabled(collective.tensor == "recomputed"), self._inside(key, collective.tensor, device):
+            share = inner.project(collective.piece)
+        self._made(collective, share)
+
+    def _made(self, collective: Collective, share: Tensor) -> None:
+        """Keep a piece of a block's output: for its all-reduce, and for backward."""
+        if collective.tensor == "recomputed":
+            self._graphs[collective.block, collective.sub_batch].outputs[collective.piece] = share
+        if collective in self._sent:
+            self._partials[collective] = share.detach()
+
+    @contextmanager
+    def _inside(
+        self, key: Key, tensor: TensorName, device: torch.device, captured: Captured | None = None
+    ) -> Iterator[None]:
+        """The state in which a block computes: the same in recompute as in forward."""
+        with ExitStack() as stack:
+            stack.enter_context(self._link.executing(captured, self._put_off.get(key)))
+            stack.enter_context(seeded(self._seed(*key) if self._seed else None, device))
+            if tensor == "recomputed":
+                stack.enter_context(self._autocast.again())
+            yield
+
+    def _start(self, collective: Collective) -> None:
+        share = self._partials.pop(collective).contiguous()
+        if collective.tensor == "recomputed":
+            share = share.clone()  # backward may still need what the graph computed
+        self._flying[collective] = share, self._link.axis.start_all_reduce(share)
+
+    def _sync(self, collective: Collective) -> None:
+        share, work = self._flying.pop(collective)
+        work.wait()
+        self._arrived[collective] = share
+        pieces = collective.siblings()
+        if all(piece in self._arrived for piece in pieces):
+            parts = [self._arrived.pop(piece) for piece in pieces]
+            inner = self._inners.pop(pieces[0], None)
+            self._join(collective, parts[0] if inner is None else torch.cat(parts).view(inner.shape))
+
+    def _join(self, collective: Collective, reduced: Tensor) -> None:
+        """Add a reduced tensor to the stream it belongs to."""
+        block, k = collective.block, collective.sub_batch
+        match collective.tensor:
+            case "output":
+                self._hidden[block + 1, k] = self._hidden.pop((block, k)) + reduced
+            case "recomputed":
+                after = (block + 1, k)
+                if after not in self._kept and block + 1 < len(self._blocks):
+                    self._inputs[after] = self._inputs[block, k] + reduced
+            case "input_grad":
+                self._grads[k] = self._grads[k] + reduced
+            case _:
+                assert_never(collective.tensor)
+
+    def _backward(self, key: Key) -> None:
+        graph = self._graphs.pop(key)
+        del self._inputs[key]
+        outputs = [graph.outputs[piece] for piece in range(len(graph.outputs))]
+        grad = self._grads[key[1]]
+        grads = [grad] if len(outputs) == 1 else grad.flatten(0, -2).tensor_split(len(outputs))
+        torch.autograd.backward(outputs, [g.to(y.dtype) for g, y in zip(grads, outputs, strict=True)])
+        assert graph.leaf.grad is not None
+        self._partials[Collective(*key, "input_grad")] = graph.leaf.grad

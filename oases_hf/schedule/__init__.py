@@ -1,0 +1,57 @@
+"""Schedules as data: instructions, builders, passes and the check. Imports neither torch nor transformers."""
+
+from .builders import (
+    SCHEDULES,
+    blocking,
+    defer_weight_grads,
+    in_pieces,
+    kind,
+    reduce_grads,
+    stop_early,
+    without_backward_below,
+)
+from .check import around, check, requires
+from .instructions import (
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Collective,
+    Forward,
+    Instruction,
+    Project,
+    Recompute,
+    ReduceGrads,
+    Schedule,
+    StartAsync,
+    Sync,
+    from_text,
+    to_text,
+)
+
+__all__ = [
+    "SCHEDULES",
+    "Backward",
+    "BackwardInput",
+    "BackwardWeight",
+    "Collective",
+    "Forward",
+    "Instruction",
+    "Project",
+    "Recompute",
+    "ReduceGrads",
+    "Schedule",
+    "StartAsync",
+    "Sync",
+    "around",
+    "blocking",
+    "check",
+    "defer_weight_grads",
+    "from_text",
+    "in_pieces",
+    "kind",
+    "reduce_grads",
+    "requires",
+    "stop_early",
+    "to_text",
+    "without_backward_below",
+]
