@@ -16,14 +16,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .errors import ConfigError, UnsupportedModelError
-from .models import Block, Column, Family, Row, Units, family_of
+from .models import Block, Family, family_of
 from .models.converted import Converted, converted
+from .models.shard import Sharder, shard_layer
 from .models.vocabulary import Vocabulary
 from .parallel.equal import make_batch_equal, make_equal
 from .parallel.gradients import GradientSync
-from .parallel.layers import BlockEntry, ColumnParallel, Link, RowParallel, adopt
+from .parallel.layers import Link
 from .parallel.mesh import Mesh
-from .parallel.sharding import Layout, Slice
+from .parallel.sharding import Layout
 from .plan import Plan
 from .runtime.rng import DropoutSeeds
 from .runtime.stack import LayerBlock, Stack, StackList, one_by_one
@@ -68,13 +69,11 @@ def convert(
     shares = [family.units(model.config, mesh.tmp.size, rank) for rank in range(mesh.tmp.size)]
     vocabulary = Vocabulary.of(model, Link(mesh.tmp), gather_logits)
     make_equal(model, mesh)
-    sharder = _Sharder(mesh.tmp.rank)
+    sharder = Sharder(mesh.tmp.rank)
     link = Link(mesh.tmp)
     layers = _stack_of(model, family)
     for layer in layers:
-        for block in family.blocks:
-            _shard_block(sharder, layer, block, shares, link)
-        family.localize(layer, shares[mesh.tmp.rank])
+        shard_layer(layer, family, shares, link, sharder)
     vocabulary.shard(sharder)
     layouts = _layouts(model, layers, sharder)
     stack = _install_stack(model, family, plan, link, GradientSync(mesh, layouts), mesh, defer_weight_grads)
@@ -102,61 +101,7 @@ def _share_batch(mesh: Mesh, module: nn.Module, args: tuple[Any, ...], kwargs: d
     return tuple(shared.pop(str(i)) for i in range(len(args))), shared
 
 
-class _Sharder:
-    """Replaces parameters by this rank's part, each once however many modules share it."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._parts: dict[nn.Parameter, nn.Parameter] = {}
-        self.layouts: dict[nn.Parameter, Layout] = {}
-
-    def __call__(self, module: nn.Module, name: str, layout: Layout) -> None:
-        whole = getattr(module, name)
-        part = self._parts.get(whole)
-        if part is None:
-            part = nn.Parameter(layout.local(whole.detach(), self._rank), requires_grad=whole.requires_grad)
-            self._parts[whole] = part
-            self.layouts[part] = layout
-        setattr(module, name, part)
-
-
-def _shard_block(sharder: _Sharder, layer: nn.Module, block: Block, shares: list[Units], link: Link) -> None:
-    for path, split in block.linears.items():
-        module = layer.get_submodule(path)
-        if type(module) is not nn.Linear:
-            raise UnsupportedModelError(f"{path} is a {type(module).__name__}, not an nn.Linear; load it unquantised")
-        match split:
-            case Column():
-                layout = _column_layout(tuple(module.weight.shape), split, shares)
-                sharder(module, "weight", layout)
-                if module.bias is not None:
-                    sharder(module, "bias", _column_layout(tuple(module.bias.shape), split, shares))
-                module.out_features = module.weight.shape[0]
-                adopt(module, ColumnParallel, link=link)
-            case Row(unit):
-                slices = tuple(Slice(1, (units[unit].span,)) for units in shares)
-                sharder(module, "weight", Layout(tuple(module.weight.shape), slices))
-                module.in_features = module.weight.shape[1]
-                adopt(module, RowParallel, link=link)
-    adopt(layer.get_submodule(block.entry), BlockEntry, link=link)
-
-
-def _column_layout(shape: tuple[int, ...], split: Column, shares: list[Units]) -> Layout:
-    """Each section of the output features, one behind the other, split by its unit."""
-    offsets, total = [], 0
-    for section in split.sections:
-        offsets.append(total)
-        total += shares[0][section].of
-    if total != shape[0]:
-        raise UnsupportedModelError(f"a linear of {shape[0]} output features where its config says {total}")
-    slices = tuple(
-        Slice(0, tuple(units[s].span.scaled(1, offset) for s, offset in zip(split.sections, offsets, strict=True)))
-        for units in shares
-    )
-    return Layout(shape, slices, partial_grad=len(set(slices)) < len(slices))
-
-
-def _layouts(model: nn.Module, layers: nn.ModuleList, sharder: _Sharder) -> dict[nn.Parameter, Layout]:
+def _layouts(model: nn.Module, layers: nn.ModuleList, sharder: Sharder) -> dict[nn.Parameter, Layout]:
     """Every parameter's layout: those not sharded are whole on every rank, inside blocks with partial gradients."""
     inside = set(layers.parameters())
     layouts = dict(sharder.layouts)

@@ -88,7 +88,9 @@ class GradientSync:
         grads = [(p.grad, self.layouts[p].holders(tmp.rank, tmp.size)) for p in parameters if p.grad is not None]
         if not grads:
             return torch.tensor(0.0)
-        norms = torch.stack(torch._foreach_norm([grad for grad, _ in grads], norm_type)).float()
+        wide = [torch.promote_types(grad.dtype, torch.float32) for grad, _ in grads]
+        each = torch._foreach_norm([grad for grad, _ in grads], norm_type)
+        norms = torch.stack([norm.to(dtype) for norm, dtype in zip(each, wide, strict=True)])
         if norm_type == torch.inf:
             return tmp.all_reduce(norms.max(), dist.ReduceOp.MAX)
         holders = torch.tensor([n for _, n in grads], dtype=norms.dtype, device=norms.device)

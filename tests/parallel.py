@@ -1,0 +1,58 @@
+"""Converted models on the ranks of a test: making them, and reading them as full tensors in HF layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from oases_hf import Plan
+from oases_hf.convert import block_count, convert, describe
+from oases_hf.models.converted import Converted, converted
+from oases_hf.parallel.mesh import Mesh
+from oases_hf.plan import ScheduleName
+
+
+def parallel(
+    model: PreTrainedModel, tmp_size: int, schedule: ScheduleName = "oases", sub_batches: int = 2, **options: Any
+) -> Converted:
+    """Convert the model at a uniform degree."""
+    plan = Plan(describe(model), tmp_size, (tmp_size,) * block_count(model), schedule, sub_batches)
+    return convert(model, Mesh.build(tmp_size), plan, **options)
+
+
+def full(model: PreTrainedModel, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Full tensors from each rank's parts; what several ranks hold must be equal to the last bit."""
+    state = converted(model)
+    axis = state.mesh.tmp
+    everyone: list[dict[str, Tensor]] = [dict(local)]
+    if axis.group is not None:
+        everyone = [{} for _ in axis.ranks]
+        dist.all_gather_object(everyone, dict(local), group=axis.group)
+    whole = {}
+    for name in local:
+        layout = state.layouts[name]
+        whole[name] = torch.full(layout.shape, torch.nan, dtype=local[name].dtype)
+        for rank, theirs in enumerate(everyone):
+            if layout.sharded:
+                layout.slices[rank].put(whole[name], theirs[name])
+            else:
+                whole[name].copy_(theirs[name])
+            held = layout.slices.index(layout.slices[rank]) if layout.sharded else 0
+            if not torch.equal(theirs[name], everyone[held][name]):
+                raise AssertionError(f"{name} differs between ranks {held} and {rank}, which both hold it")
+    return whole
+
+
+def full_gradients(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The full gradients by name; frozen parameters have none."""
+    return full(model, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+
+
+def full_parameters(model: PreTrainedModel) -> dict[str, Tensor]:
+    """The full parameters by name, tied ones once."""
+    return full(model, {name: p.detach() for name, p in model.named_parameters()})
