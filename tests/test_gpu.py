@@ -1,0 +1,21 @@
+"""On GPUs, one rank each: the schedules on NCCL, and mixed precision through Accelerate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from .launch import launch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.dist]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_ranks_on_gpus() -> None:
+    count = min(4, torch.cuda.device_count())
+    done = launch(count, [Path(__file__).with_name("gpu_rank.py")], env={"ACCELERATE_USE_CPU": "false"}, timeout_s=240)
+    for process in done:
+        assert process.returncode == 0, process.stdout
+        assert "compared 30" in process.stdout
