@@ -29,10 +29,11 @@ def full(model: PreTrainedModel, local: Mapping[str, Tensor]) -> dict[str, Tenso
     """Full tensors from each rank's parts; what several ranks hold must be equal to the last bit."""
     state = converted(model)
     axis = state.mesh.tmp
-    everyone: list[dict[str, Tensor]] = [dict(local)]
+    local = {name: tensor.cpu() for name, tensor in local.items()}
+    everyone: list[dict[str, Tensor]] = [local]
     if axis.group is not None:
         everyone = [{} for _ in axis.ranks]
-        dist.all_gather_object(everyone, dict(local), group=axis.group)
+        dist.all_gather_object(everyone, local, group=axis.group)
     whole = {}
     for name in local:
         layout = state.layouts[name]

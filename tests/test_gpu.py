@@ -17,5 +17,5 @@ def test_ranks_on_gpus() -> None:
     count = min(4, torch.cuda.device_count())
     done = launch(count, [Path(__file__).with_name("gpu_rank.py")], env={"ACCELERATE_USE_CPU": "false"}, timeout_s=240)
     for process in done:
-        assert process.returncode == 0, process.stdout
+        assert process.returncode == 0, process.stdout + process.stderr
         assert "compared 30" in process.stdout
