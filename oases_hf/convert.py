@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from .errors import ConfigError, UnsupportedModelError
 from .models import Block, Family, family_of
 from .models.converted import Converted, converted
-from .models.shard import Sharder, shard_layer
+from .models.shard import Sharder, check_layer, shard_layer
 from .models.vocabulary import Vocabulary
 from .parallel.equal import make_batch_equal, make_equal
 from .parallel.gradients import GradientSync
@@ -58,7 +58,7 @@ def convert(
         UnsupportedModelError: the model has no family, is converted already, or is not plain.
         ConfigError: the plan is for another model or mesh, or a degree is too high.
     """
-    _refuse(model)
+    check_plain(model)
     family = family_of(model.config)
     plan.check(describe(model), block_count(model), mesh.tmp.size)
     if set(plan.degrees) != {mesh.tmp.size}:
@@ -68,10 +68,12 @@ def convert(
         )
     shares = [family.units(model.config, mesh.tmp.size, rank) for rank in range(mesh.tmp.size)]
     vocabulary = Vocabulary.of(model, Link(mesh.tmp), gather_logits)
+    layers = _stack_of(model, family)
+    for layer in layers:
+        check_layer(layer, family)
     make_equal(model, mesh)
     sharder = Sharder(mesh.tmp.rank)
     link = Link(mesh.tmp)
-    layers = _stack_of(model, family)
     for layer in layers:
         shard_layer(layer, family, shares, link, sharder)
     vocabulary.shard(sharder)
@@ -160,7 +162,7 @@ def _stack_of(model: PreTrainedModel, family: Family) -> nn.ModuleList:
     return stack
 
 
-def _refuse(model: nn.Module) -> None:
+def check_plain(model: nn.Module) -> None:
     """Raise UnsupportedModelError for models whose parameters are not the plain ones of a plain HF model."""
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):

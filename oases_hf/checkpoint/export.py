@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -42,14 +41,15 @@ def save_pretrained(model: PreTrainedModel, folder: str | Path, max_shard_size: 
     """
     state = converted(model)
     state.mesh.meet("save_pretrained (or Trainer.save_model)")
-    failures: list[OSError] = []
+    failures: list[Exception] = []
     if state.mesh.data.rank == 0:
-        _write(model, state, Path(folder), max_shard_size, failures)
+        with _noting(failures):
+            _write(model, state, Path(folder), max_shard_size, failures)
     _agree_on_success(state, failures, folder)
 
 
 def _write(
-    model: PreTrainedModel, state: Converted, folder: Path, max_shard_size: int | str, failures: list[OSError]
+    model: PreTrainedModel, state: Converted, folder: Path, max_shard_size: int | str, failures: list[Exception]
 ) -> None:
     """Write this rank's files; a failure is noted, and the gathering goes on, since other ranks take part in it."""
     tensors = dict(_unique_tensors(model))
@@ -75,13 +75,12 @@ def _write(
 
 
 @contextmanager
-def _noting(failures: list[OSError]) -> Iterator[None]:
+def _noting(failures: list[Exception]) -> Iterator[None]:
+    """Keep any error for :func:`_agree_on_success`: raised at once, it would leave the other ranks waiting."""
     try:
         yield
-    except OSError as error:
+    except Exception as error:
         failures.append(error)
-    except SafetensorError as error:
-        failures.append(OSError(str(error)))
 
 
 def _write_rest(model: PreTrainedModel, folder: Path, split: Any) -> None:
@@ -142,7 +141,7 @@ def _gather(tensor: Tensor, layout: Layout | None, axis: Axis, writer: int) -> T
     return full
 
 
-def _agree_on_success(state: Converted, failures: list[OSError], folder: str | Path) -> None:
+def _agree_on_success(state: Converted, failures: list[Exception], folder: str | Path) -> None:
     failed = state.mesh.control.all_reduce(torch.tensor([len(failures)]))
     if int(failed):
         reason = failures[0] if failures else "another rank reports the cause"

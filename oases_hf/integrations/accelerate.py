@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, DynamoBackend, ParallelismConfig, recursively_apply
+from accelerate.utils import DistributedType, DynamoBackend, ParallelismConfig
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from ..checkpoint import full_state_dict, save_pretrained
 from ..checkpoint.export import MAX_SHARD_SIZE
 from ..config import OasesConfig
-from ..convert import block_count, convert, describe
+from ..convert import block_count, check_plain, convert, describe
 from ..errors import CheckpointError, ConfigError, UnsupportedModelError
 from ..models import family_of
 from ..models.converted import Converted
 from ..parallel.mesh import Mesh
 from ..plan import Plan, check_schedule_name
 from ..schedule import kind
+from .evaluation import gathering
 from .overrides import override
 
 RESUME_IS_MISSING = (
@@ -56,7 +62,8 @@ class OasesPlugin(OasesConfig):
             UnsupportedModelError: the model cannot be sharded.
         """
         _check_accelerator(accelerator)
-        family_of(getattr(model, "config", None))
+        check_plain(model)
+        family_of(model.config)
         plan = self.load_plan()
         mesh = Mesh.build(self.tmp_size or self.degree or (plan.tmp_size if plan else None))
         plan = plan or self._uniform_plan(model, mesh)
@@ -123,9 +130,10 @@ def _check_accelerator(accelerator: Accelerator) -> None:
         raise ConfigError(
             f"dynamo_backend={dynamo.value.lower()}: torch.compile of a converted model is not supported; set it to no"
         )
-    if accelerator._models or accelerator._optimizers:
+    if accelerator._models or accelerator._optimizers or accelerator._dataloaders:
         raise ConfigError(
-            "the Accelerator has prepared a model or an optimizer already, which hold on to unsharded parameters; "
+            "the Accelerator has prepared something already, and models and optimizers hold on to unsharded "
+            "parameters, data loaders know no ranks that share a batch; "
             "call install first, then make the optimizer, then accelerator.prepare"
         )
 
@@ -141,15 +149,26 @@ def _tell_accelerate(accelerator: Accelerator, model: PreTrainedModel, mesh: Mes
     state.parallelism_config = config
     state.device_mesh = config.get_device_mesh(accelerator.device.type)
     object.__setattr__(model, "_tp_size", mesh.tmp.size)
+    # Accelerate expects DTensors of a model on such a mesh, and says that it skips their preparation.
+    logging.getLogger("accelerate.accelerator").addFilter(_is_news)
     if accelerator.dataloader_config.dispatch_batches is None:
         # Dispatching, the default for iterable datasets, knows no such mesh: it would give all ranks one batch.
         accelerator.dataloader_config.dispatch_batches = False
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    return "not sharded by DTensor" not in record.getMessage()
 
 
 def _take_over(accelerator: Accelerator, model: PreTrainedModel, state: Converted) -> None:
     """Replace the methods of this Accelerator that would be wrong on shards."""
     if accelerator.scaler is not None and state.mesh.world.size > 1:
         accelerator.scaler = _common_scaler(accelerator)
+    prepare = accelerator.prepare_model
+
+    def prepare_model(other: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """Accelerate's, which leaves DistributedDataParallel away when a model is for evaluation only."""
+        return prepare(other, device_placement, evaluation_mode or other is model)
 
     def save_model(model: PreTrainedModel, save_directory: str, max_shard_size: int | str = "10GB", **_: Any) -> None:
         save_pretrained(accelerator.unwrap_model(model), save_directory, max_shard_size)
@@ -159,9 +178,11 @@ def _take_over(accelerator: Accelerator, model: PreTrainedModel, state: Converte
 
     override(
         accelerator,
-        backward=_backward(accelerator, state),
+        backward=_backward(accelerator, model, state),
         clip_grad_norm_=_clip(accelerator, state),
-        gather_for_metrics=_gather_for_metrics(accelerator, state),
+        gather_for_metrics=gathering(accelerator, state),
+        prepare_model=prepare_model,
+        prepare_scheduler=_scheduling(accelerator, state.mesh.data.size),
         save_model=save_model,
         get_state_dict=get_state_dict,
         save_state=_refuse_state,
@@ -169,17 +190,50 @@ def _take_over(accelerator: Accelerator, model: PreTrainedModel, state: Converte
     )
 
 
-def _backward(accelerator: Accelerator, state: Converted) -> Callable[..., None]:
+def _backward(accelerator: Accelerator, model: PreTrainedModel, state: Converted) -> Callable[..., None]:
     own = accelerator.backward
+    held = 0
+
+    @contextmanager
+    def no_sync() -> Iterator[None]:
+        """What ``accelerator.no_sync(model)`` enters."""
+        nonlocal held
+        held += 1
+        try:
+            yield
+        finally:
+            held -= 1
 
     def backward(loss: Tensor, **kwargs: Any) -> None:
-        stepping = accelerator.sync_gradients
+        stepping = accelerator.sync_gradients and not held
+        state.gradients.reopen()
         state.stack.reduce_now = stepping
         own(loss, **kwargs)
         if stepping:
             state.gradients.finish()
 
+    object.__setattr__(model, "no_sync", no_sync)
     return backward
+
+
+def _scheduling(accelerator: Accelerator, worlds: int) -> Callable[[LRScheduler], AcceleratedScheduler]:
+    """Prepare schedulers that step once per TMP world: Accelerate counts processes, as if each had its own batch."""
+    own = accelerator.prepare_scheduler
+
+    def prepare_scheduler(scheduler: LRScheduler) -> AcceleratedScheduler:
+        prepared = own(scheduler)
+        prepared.split_batches = True  # a call is one step, not one per process
+        step_once, end = prepared.step, getattr(scheduler, "total_steps", math.inf)
+
+        def step(*args: Any, **kwargs: Any) -> None:
+            for _ in range(worlds):
+                if scheduler._step_count <= end:  # as in Accelerate: OneCycleLR has no step beyond its last
+                    step_once(*args, **kwargs)
+
+        override(prepared, step=step)
+        return prepared
+
+    return prepare_scheduler
 
 
 def _clip(accelerator: Accelerator, state: Converted) -> Callable[..., Tensor]:
@@ -206,45 +260,6 @@ def _common_scaler(accelerator: Accelerator) -> torch.amp.GradScaler:
     )
 
 
-def _gather_for_metrics(accelerator: Accelerator, state: Converted) -> Callable[..., Any]:
-    """Gather over data-parallel ranks, each TMP world once; drop what only filled the last batch."""
-    data = state.mesh.data
-
-    def gather(tensor: Tensor) -> Tensor:
-        return torch.cat(data.all_gather(tensor[None] if tensor.dim() == 0 else tensor.contiguous()))
-
-    def gather_for_metrics(input_data: Any, use_gather_object: bool = False) -> Any:
-        tensors = not use_gather_object and _holds_tensors(input_data)
-        if tensors:
-            gathered = recursively_apply(gather, input_data, error_on_other_type=True)
-        else:
-            gathered = [item for part in _gather_objects(input_data, state) for item in part]
-        position = accelerator.gradient_state
-        if position.end_of_dataloader and position.remainder > 0:
-            keep = position.remainder
-            return recursively_apply(lambda t: t[:keep], gathered) if tensors else gathered[:keep]
-        return gathered
-
-    return gather_for_metrics
-
-
-def _holds_tensors(data: Any) -> bool:
-    if isinstance(data, dict):
-        data = tuple(data.values())
-    if isinstance(data, tuple | list):
-        return bool(data) and all(_holds_tensors(item) for item in data)
-    return torch.is_tensor(data)
-
-
-def _gather_objects(data: Any, state: Converted) -> list[Any]:
-    axis = state.mesh.data
-    if axis.group is None:
-        return [data]
-    parts: list[Any] = [None] * axis.size
-    dist.all_gather_object(parts, data, group=axis.group)
-    return parts
-
-
 def _refuse_state(*_: Any, **__: Any) -> None:
     raise CheckpointError(RESUME_IS_MISSING)
 
@@ -259,7 +274,7 @@ def _neutralise(model: PreTrainedModel) -> None:
         raise UnsupportedModelError("resize_token_embeddings after conversion: resize before OasesPlugin().install")
 
     def export(save_directory: str, max_shard_size: int | str | None = None, **kwargs: Any) -> None:
-        harmless = {"is_main_process", "safe_serialization"}
+        harmless = {"is_main_process", "safe_serialization", "save_function"}
         given = {name for name, value in kwargs.items() if value is not None} - harmless
         if given:
             raise ConfigError(f"save_pretrained of a converted model does not take {', '.join(sorted(given))}")

@@ -24,6 +24,7 @@ from ..errors import CheckpointError, ConfigError, UnsupportedModelError
 from ..models.converted import Converted, converted
 from ..parallel.equal import make_batch_equal
 from .accelerate import RESUME_IS_MISSING, OasesPlugin
+from .evaluation import own_losses
 from .overrides import override
 from .training_arguments import refuse
 
@@ -111,6 +112,7 @@ def _take_over(trainer: Trainer, model: PreTrainedModel, state: Converted) -> No
         trainer,
         save_model=functools.partial(_save_model, trainer, model),
         get_batch_samples=_sharing_batches(trainer, state),
+        prediction_step=own_losses(trainer, state),
         _track_num_input_tokens=_counting_once(trainer, state.mesh.tmp.size),
         _save_optimizer_and_scheduler=_say_that_resume_is_missing,
         _load_from_checkpoint=_refuse_resume,

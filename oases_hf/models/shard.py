@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from ..errors import UnsupportedModelError
@@ -29,32 +31,38 @@ class Sharder:
         setattr(module, name, part)
 
 
+def check_layer(layer: nn.Module, family: Family) -> None:
+    """Raise UnsupportedModelError unless every linear that ``family`` declares is a plain one in ``layer``."""
+    for block in family.blocks:
+        for path in block.linears:
+            module = layer.get_submodule(path)
+            if type(module) is not nn.Linear:
+                raise UnsupportedModelError(
+                    f"{path} is a {type(module).__name__}, not an nn.Linear; load it unquantised"
+                )
+
+
 def shard_layer(layer: nn.Module, family: Family, shares: list[Units], link: Link, sharder: Sharder) -> None:
     """Make one layer parallel, in place: its linears hold a rank's part, its blocks' entries sum gradients.
 
     Args:
-        layer: a whole layer of a model of ``family``.
+        layer: a whole layer of a model of ``family``, checked by :func:`check_layer`.
         family: the declaration.
         shares: for each rank of the group, its part of everything that is split.
         link: the group.
         sharder: of this rank.
 
     Raises:
-        UnsupportedModelError: a linear is not of the declared kind or size.
+        UnsupportedModelError: a linear is not of the declared size.
     """
     for block in family.blocks:
         for path, split in block.linears.items():
-            module = layer.get_submodule(path)
-            if type(module) is not nn.Linear:
-                raise UnsupportedModelError(
-                    f"{path} is a {type(module).__name__}, not an nn.Linear; load it unquantised"
-                )
-            _shard_linear(module, split, shares, link, sharder)
+            _shard_linear(layer.get_submodule(path), split, shares, link, sharder)
         adopt(layer.get_submodule(block.entry), BlockEntry, link=link)
     family.localize(layer, shares[link.axis.rank])
 
 
-def _shard_linear(module: nn.Linear, split: Column | Row, shares: list[Units], link: Link, sharder: Sharder) -> None:
+def _shard_linear(module: Any, split: Column | Row, shares: list[Units], link: Link, sharder: Sharder) -> None:
     match split:
         case Column():
             sharder(module, "weight", _column_layout(tuple(module.weight.shape), split, shares))

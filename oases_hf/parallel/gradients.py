@@ -31,6 +31,18 @@ class GradientSync:
         self.mesh = mesh
         self.layouts = layouts
         self._pending: dict[nn.Parameter, Pending] = {}
+        self._finished = False
+
+    def reopen(self) -> None:
+        """Let another backward add to gradients that are finished; call it before each, it does nothing otherwise."""
+        if not self._finished:
+            return
+        self._finished = False
+        tmp = self.mesh.tmp
+        for parameter, layout in self.layouts.items():
+            if layout.partial_grad and parameter.grad is not None:
+                # Shares of a sum again: of whole gradients, the next sum would count each once per holder.
+                parameter.grad.div_(layout.holders(tmp.rank, tmp.size))
 
     def start(self, parameters: Iterable[nn.Parameter]) -> None:
         """Start averaging the gradients of ``parameters``, complete within the TMP world, over data-parallel ranks."""
@@ -45,7 +57,8 @@ class GradientSync:
         self._pending[parameter] = self.mesh.data.start_all_reduce(grad)
 
     def finish(self) -> None:
-        """Make every gradient what one process would have; call it once, after a step's last backward."""
+        """Make every gradient what one process would have, after a step's last backward."""
+        self._finished = True
         self._agree_on_missing()
         self._sum_partial()
         if self.mesh.data.size > 1:

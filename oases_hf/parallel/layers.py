@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from .autograd import apply
 from .mesh import Axis
@@ -65,6 +66,7 @@ class CopyToGroup(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """Sum over the group."""
         return ctx.axis.all_reduce(grads[0].clone(memory_format=torch.contiguous_format)), None
@@ -99,6 +101,7 @@ class GatherFromGroup(torch.autograd.Function):
         return torch.cat([part[..., : span.size] for part, span in zip(parts, spans, strict=True)], -1)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         """Slice."""
         return grads[0][..., ctx.span.lo : ctx.span.hi].contiguous(), None, None
@@ -133,6 +136,7 @@ class _DeferredLinear(torch.autograd.Function):
         return F.linear(x, cast_weight, None if bias is None else bias.to(dtype))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         x, weight = ctx.saved_tensors
         ctx.put_off.append(partial(_add_weight_grad, ctx.weight, ctx.bias, x, grads[0]))

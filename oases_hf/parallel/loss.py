@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .autograd import apply
 from .mesh import Axis
@@ -45,6 +46,7 @@ class _CrossEntropySum(torch.autograd.Function):
         return torch.where(counted, loss, 0.0).sum()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
         probabilities, target, mine, counted = ctx.saved_tensors
         grad = probabilities - ctx.smoothing / ctx.vocab if ctx.smoothing else probabilities.clone()

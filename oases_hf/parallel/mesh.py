@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from ..errors import ConfigError, DistributedError
 
@@ -104,6 +105,7 @@ class Mesh:
     data: Axis
     control: Axis
     tmp_control: Axis
+    meetings: int = 0
 
     @classmethod
     def build(cls, tmp_size: int | None = None) -> Mesh:
@@ -138,14 +140,21 @@ class Mesh:
         Raises:
             DistributedError: some rank did not arrive in time.
         """
-        if self.control.group is None:
+        group = self.control.group
+        if group is None:
             return
+        # Not monitored_barrier: without rank 0, its other ranks wait for the time limit of the group, half an hour.
+        self.meetings += 1
+        store = distributed_c10d._get_default_store()
+        places = {rank: f"oases/{group.group_name}/{self.meetings}/{rank}" for rank in self.world.ranks}
+        store.set(places[self.world.rank], what)
         try:
-            dist.monitored_barrier(self.control.group, timedelta(seconds=RENDEZVOUS_TIMEOUT_S), wait_all_ranks=True)
+            store.wait(list(places.values()), timedelta(seconds=RENDEZVOUS_TIMEOUT_S))
         except RuntimeError as error:
+            missing = ", ".join(str(rank) for rank, place in places.items() if not store.check([place]))
             raise DistributedError(
-                f"{what} must be called on every rank, and not all of the {self.world.size} ranks called it within "
-                f"{RENDEZVOUS_TIMEOUT_S:.0f} s; remove the `if rank == 0` around it ({error})"
+                f"{what} must be called on every rank; of the {self.world.size} ranks, {missing} did not call it "
+                f"within {RENDEZVOUS_TIMEOUT_S:g} s. Remove the `if rank == 0` around it"
             ) from error
 
 

@@ -26,8 +26,8 @@ class _StackNode(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         if torch.is_grad_enabled():
             raise BackwardError(
-                "create_graph=True: the overlapped executor computes first derivatives only; for higher ones run "
-                "the forward inside `with oases_hf.convert.plain(model):`, which is HF's own loop"
+                "create_graph=True: a converted model computes first derivatives only; leave create_graph out, or take "
+                "higher ones of the model before it is converted"
             )
         run, ctx.run = ctx.run, None
         if run is None:
