@@ -1,0 +1,87 @@
+"""One rank fails in training: all end, soon, and the cause is shown. In fresh processes, plain and launched."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from ..launch import Argument, launch, run_launcher
+
+pytestmark = pytest.mark.dist
+
+CONFIG = Path(__file__).parents[2] / "recipes" / "accelerate" / "ranks_2.yaml"
+LIMIT_S = 30.0
+
+FAILING = """
+import time
+from transformers import TrainerCallback
+from tests.integrations.fitting import Task, build
+
+class Fail(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 1 and args.process_index == 1:
+            print(f"raised at {time.time():.3f}", flush=True)
+            raise ValueError("no luck in step 2")
+
+trainer = build(Task({"max_steps": 1000}), {"tmp_size": 2})
+trainer.add_callback(Fail())
+trainer.train()
+print("went on")
+"""
+
+ALONE = """
+from accelerate import Accelerator
+from oases_hf import OasesPlugin
+from tests.tiny import tiny_llama
+
+OasesPlugin(degree=2).install(Accelerator(), tiny_llama())
+print("went on")
+"""
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(text)
+    return path
+
+
+def seconds_since_it_raised(output: str) -> float:
+    match = re.search(r"raised at (\d+\.\d+)", output)
+    assert match, output
+    return time.time() - float(match[1])
+
+
+def test_all_ranks_end_when_one_raises(tmp_path: Path) -> None:
+    """Case 20, with two TMP worlds."""
+    done = launch(4, [script(tmp_path, FAILING)])
+    assert seconds_since_it_raised(done[1].stdout) < LIMIT_S
+    for rank, process in enumerate(done):
+        assert process.returncode != 0
+        assert "went on" not in process.stdout
+        assert f"oases: rank {rank} failed: " in process.stderr
+    assert "oases: rank 1 failed: ValueError: no luck in step 2" in done[1].stderr
+    assert "in on_step_begin" in done[1].stderr
+
+
+def accelerate(*arguments: Argument) -> list[Argument]:
+    return ["-m", "accelerate.commands.launch", "--config_file", CONFIG, *arguments]
+
+
+def test_accelerate_launch_ends_when_one_raises(tmp_path: Path) -> None:
+    """Case 20."""
+    done = run_launcher(accelerate(script(tmp_path, FAILING)))
+    assert seconds_since_it_raised(done.stdout) < LIMIT_S
+    assert done.returncode != 0
+    assert "went on" not in done.stdout
+    assert "oases: rank 1 failed: ValueError: no luck in step 2" in done.stderr
+
+
+def test_unrelated_processes_are_refused(tmp_path: Path) -> None:
+    """`accelerate launch`, with neither GPUs nor a word of CPUs, starts processes that know nothing of each other."""
+    done = run_launcher(accelerate(script(tmp_path, ALONE)), env={"ACCELERATE_USE_CPU": "false"})
+    assert done.returncode != 0
+    assert "went on" not in done.stdout
+    assert "2 processes were started, and this Accelerator runs as a single one" in done.stderr

@@ -1,0 +1,184 @@
+"""Models, degrees and plans that do not go together are refused by name, and the model is left as it was."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import pytest
+from accelerate import Accelerator
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel
+
+from oases_hf import Plan
+from oases_hf.errors import OasesError
+
+from ..ranks import Worlds
+from ..tiny import tiny_llama
+from .refusing import Refusal, install, refusal, trainer
+
+
+def unknown(model: PreTrainedModel) -> PreTrainedModel:
+    return OPTForCausalLM(
+        OPTConfig(hidden_size=16, ffn_dim=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
+    )
+
+
+def in_trainer(make: Callable[[PreTrainedModel], nn.Module], model: PreTrainedModel) -> None:
+    trainer(make(model))
+
+
+def in_a_loop(make: Callable[[PreTrainedModel], nn.Module], model: PreTrainedModel) -> None:
+    install(make(model))
+
+
+def few_heads(model: PreTrainedModel) -> PreTrainedModel:
+    return tiny_llama(heads=2, kv_heads=1)
+
+
+def few_features(model: PreTrainedModel) -> PreTrainedModel:
+    return tiny_llama(ffn=3)
+
+
+def with_adapters(model: PreTrainedModel) -> PreTrainedModel:
+    object.__setattr__(model, "_hf_peft_config_loaded", True)
+    return model
+
+
+def quantised(model: PreTrainedModel) -> PreTrainedModel:
+    object.__setattr__(model, "is_quantized", True)
+    return model
+
+
+def with_other_linears(model: PreTrainedModel) -> PreTrainedModel:
+    class Rounded(nn.Linear):
+        pass
+
+    cast(Any, model).model.layers[1].mlp.up_proj.__class__ = Rounded
+    return model
+
+
+def on_the_meta_device(model: PreTrainedModel) -> nn.Module:
+    return cast(nn.Module, cast(Any, tiny_llama()).to("meta"))
+
+
+def plan(model: str = "llama, hidden 32, 2 layers", tmp_size: int = 2, blocks: int = 4) -> Plan:
+    return Plan(model, tmp_size, (tmp_size,) * blocks)
+
+
+REFUSALS = {
+    "degree above the ranks": Refusal(
+        partial(install, degree=4), 2, r"ConfigError: tmp_size=4 does not divide the 2 ranks; choose one of \[1, 2\]"
+    ),
+    "degree that does not divide": Refusal(
+        partial(install, degree=3), 4, r"ConfigError: tmp_size=3 does not divide the 4 ranks; choose one of \[1, 2, 4\]"
+    ),
+    "tmp_size that does not divide": Refusal(
+        partial(trainer, oases={"tmp_size": 3}),
+        4,
+        r"ConfigError: tmp_size=3 does not divide the 4 ranks; choose one of \[1, 2, 4\]",
+    ),
+    "degree that does not divide tmp_size": Refusal(
+        partial(install, tmp_size=4, degree=3),
+        4,
+        "ConfigError: degree=3 does not divide tmp_size=4; choose a divisor of 4",
+    ),
+    "more ranks than heads": Refusal(
+        partial(in_a_loop, few_heads),
+        4,
+        "ConfigError: 2 heads cannot be split over 4 ranks; choose a degree up to 2",
+    ),
+    "more ranks than features": Refusal(
+        partial(in_a_loop, few_features), 4, "ConfigError: 3 MLP features cannot be split over 4 ranks"
+    ),
+    "unknown architecture": Refusal(
+        partial(in_trainer, unknown),
+        2,
+        "UnsupportedModelError: model_type 'opt' has no family declaration; served are: .*llama",
+    ),
+    "unknown architecture, own loop": Refusal(
+        partial(in_a_loop, unknown),
+        2,
+        "UnsupportedModelError: model_type 'opt' .*The README says how to declare one",
+    ),
+    "plan for another model": Refusal(
+        partial(install, plan=plan("llama, hidden 64, 2 layers")),
+        2,
+        "ConfigError: the plan is for llama, hidden 64, 2 layers with 4 blocks, the model is llama, hidden 32, "
+        "2 layers with 4; make a plan for this model, or leave `plan` out",
+    ),
+    "plan for more blocks": Refusal(
+        partial(trainer, oases={"plan": plan(blocks=6)}),
+        2,
+        "ConfigError: the plan is for .* with 6 blocks, the model is .* with 4; make a plan for this model",
+    ),
+    "plan for more ranks": Refusal(
+        partial(install, plan=plan(tmp_size=4), tmp_size=2),
+        4,
+        "ConfigError: the plan is for tmp_size=4, the run has tmp_size=2; set tmp_size=4, or make a plan for 2",
+    ),
+    "plan that is not there": Refusal(
+        partial(install, plan="none.json"), 2, "ConfigError: plan none.json: .*No such file"
+    ),
+    "DDP around the model": Refusal(
+        partial(in_a_loop, DistributedDataParallel),
+        2,
+        "UnsupportedModelError: DistributedDataParallel is not a transformers PreTrainedModel; hand over the model "
+        "itself, before DDP, FSDP, DeepSpeed, torch.compile or PEFT wrap it",
+    ),
+    "DDP around the Trainer's model": Refusal(
+        partial(in_trainer, DistributedDataParallel), 2, "UnsupportedModelError: .*DistributedDataParallel"
+    ),
+    "adapters": Refusal(
+        partial(in_a_loop, with_adapters), 2, "UnsupportedModelError: .*PEFT adapters; merge them first"
+    ),
+    "quantised weights": Refusal(
+        partial(in_a_loop, quantised), 2, "UnsupportedModelError: .*load it without quantization_config"
+    ),
+    "other linears": Refusal(
+        partial(in_a_loop, with_other_linears),
+        2,
+        "UnsupportedModelError: mlp.up_proj is a Rounded, not an nn.Linear",
+    ),
+    "meta tensors": Refusal(
+        partial(in_a_loop, on_the_meta_device), 2, "UnsupportedModelError: .*is a meta tensor; load the model whole"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refusals(ranks: Worlds, name: str) -> None:
+    attempt, world, expected = REFUSALS[name]
+    for said, whole in ranks(world).run(refusal, attempt, timeout_s=20):
+        assert re.match(expected, said, re.DOTALL), said
+        assert whole, "weights were touched before the refusal"
+
+
+def after_conversion() -> list[str]:
+    """On a rank: what a converted model refuses."""
+    accelerator = Accelerator(cpu=True)
+    model = cast(Any, install(tiny_llama(), accelerator))
+    attempts: list[Callable[[], object]] = [
+        lambda: model.resize_token_embeddings(120),
+        lambda: model.save_pretrained("export", variant="fp16"),
+        lambda: install(model, accelerator),
+        lambda: accelerator.save_state("state"),
+    ]
+    said = []
+    for attempt in attempts:
+        try:
+            attempt()
+        except OasesError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_what_a_converted_model_refuses(ranks: Worlds) -> None:
+    for resize, save, again, state in ranks(2).run(after_conversion):
+        assert resize.startswith("UnsupportedModelError: resize_token_embeddings after conversion: resize before")
+        assert save == "ConfigError: save_pretrained of a converted model does not take variant"
+        assert again == "UnsupportedModelError: LlamaForCausalLM is converted already; convert a model once"
+        assert state.startswith("CheckpointError: resumable training state is not supported yet")

@@ -1,0 +1,256 @@
+"""Exports: standard folders that plain from_pretrained reads, written by all ranks or refused."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import safetensors.torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
+
+from oases_hf import save_pretrained
+from oases_hf.parallel import mesh as mesh_module
+
+from ..ranks import Worlds
+from ..tiny import tiny_llama
+from .fitting import Task, build, whole_parameters
+from .looping import parameters, set_up
+
+KIB = 1024
+
+
+def reload(folder: str | Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+    """As one plain process does."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    return model, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def assert_equal(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        assert ours[name].dtype is value.dtype
+        assert ours[name].equal(value), name
+
+
+def save_trainer(trainer: Trainer) -> None:
+    trainer.save_model("export")
+
+
+def save_by_argument(trainer: Trainer) -> None:
+    trainer.args.output_dir = "export"
+    trainer.save_model()
+
+
+def save_by_model(trainer: Trainer) -> None:
+    cast(Any, trainer.model).save_pretrained("export")
+
+
+def save_by_function(trainer: Trainer) -> None:
+    save_pretrained(cast(PreTrainedModel, trainer.model), "export")
+
+
+def export(model: dict[str, Any], oases: dict[str, Any], save: Callable[[Trainer], None], steps: int) -> list[str]:
+    """On a rank: train, save, and compare what one process loads, to the last bit; returns the files."""
+    trainer = build(Task({"max_steps": steps}, model=model), oases)
+    if steps:
+        trainer.train()
+    save(trainer)
+    ours = whole_parameters(trainer)
+    dist.barrier()
+    model_there, there = reload(_shared("export"))
+    assert_equal(there, ours)
+    assert model_there.config.vocab_size == 99
+    assert there["model.embed_tokens.weight"].shape[0] == 99
+    return sorted(path.name for path in _shared("export").iterdir())
+
+
+def _shared(folder: str) -> Path:
+    """A folder of the run: all ranks work in the same one."""
+    path = Path(folder).absolute()
+    names: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(names, str(path))
+    assert len(set(names)) == 1
+    return path
+
+
+@pytest.mark.parametrize(("world", "oases"), [(2, {}), (4, {}), (4, {"tmp_size": 2}), (2, {"tmp_size": 1})], ids=str)
+@pytest.mark.parametrize("save", [save_trainer, save_by_argument, save_by_model, save_by_function])
+def test_reloads_bit_for_bit(ranks: Worlds, world: int, oases: dict[str, Any], save: Callable[[Trainer], None]) -> None:
+    """Case 8, and 6 after training."""
+    files = ranks(world).run(export, {}, oases, save, 2)[0]
+    assert {"config.json", "model.safetensors"} <= set(files)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_what_was_not_trained_is_what_was_loaded(ranks: Worlds, world: int) -> None:
+    """Case 6: 99 words on 2 and 4 ranks."""
+    ranks(world).run(untouched)
+
+
+def untouched() -> None:
+    _, model = set_up({})
+    save_pretrained(model, "export")
+    dist.barrier()
+    _, there = reload("export")
+    assert_equal(there, dict(tiny_llama().named_parameters()))
+    with safe_open("export/model.safetensors", "pt") as file:
+        assert file.get_slice("model.embed_tokens.weight").get_shape() == [99, 32]
+        assert file.get_slice("lm_head.weight").get_shape() == [99, 32]
+
+
+def test_uneven_heads_and_ties(ranks: Worlds) -> None:
+    sizes = {"heads": 9, "kv_heads": 3, "hidden": 36, "tied": True}
+    for world in (2, 4):
+        ranks(world).run(export, sizes, {}, save_trainer, 2)
+        ranks(world).run(tied_once, sizes)
+
+
+def tied_once(sizes: dict[str, Any]) -> None:
+    trainer = build(Task(model=sizes), {})
+    trainer.save_model("export")
+    dist.barrier()
+    with safe_open("export/model.safetensors", "pt") as file:
+        names = set(file.keys())
+    assert "model.embed_tokens.weight" in names
+    assert "lm_head.weight" not in names
+    model, _ = reload("export")
+    assert model.get_input_embeddings().weight is cast(Any, model.get_output_embeddings()).weight
+
+
+def sharded(limit: str | int) -> list[str]:
+    """On a rank: export in small files; returns who wrote which, of the first world's ranks."""
+    accelerator, model = set_up({"degree": 2})
+    wrote: list[str] = []
+
+    def save_file(tensors: Any, filename: Path, *rest: Any) -> None:
+        wrote.append(filename.name)
+        safetensors.torch.save_file(tensors, filename, *rest)
+
+    with mock.patch("oases_hf.checkpoint.export.save_file", save_file):
+        accelerator.save_model(model, "export", max_shard_size=limit)
+    ours = parameters(model)
+    dist.barrier()
+    _, there = reload("export")
+    assert_equal(there, ours)
+    return wrote
+
+
+@pytest.mark.parametrize("limit", ["30KB", 30_000])
+def test_files_are_small_and_written_by_several_ranks(ranks: Worlds, limit: str | int, tmp_path: Path) -> None:
+    wrote = ranks(4).run(sharded, limit)
+    assert wrote[0]
+    assert wrote[1]
+    assert not set(wrote[0]) & set(wrote[1])
+    assert wrote[2:] == [[], []], "the second world has nothing to add"
+
+
+def index_of_small_files() -> tuple[dict[str, str], dict[str, int]]:
+    _, model = set_up({})
+    save_pretrained(model, "export", max_shard_size=30_000)
+    dist.barrier()
+    index = json.loads(Path("export/model.safetensors.index.json").read_text())
+    sizes = {path.name: path.stat().st_size for path in Path("export").glob("*.safetensors")}
+    save_pretrained(model, "export")
+    dist.barrier()
+    assert [path.name for path in Path("export").glob("*.safetensors*")] == ["model.safetensors"], "of the first export"
+    names = set(parameters(model))
+    assert index["weight_map"].keys() == names
+    return index["weight_map"], sizes
+
+
+def test_the_index_names_every_tensor_and_a_later_export_leaves_nothing_behind(ranks: Worlds) -> None:
+    weight_map, sizes = ranks(2).run(index_of_small_files)[0]
+    assert set(weight_map.values()) == sizes.keys()
+    assert len(sizes) > 3
+    assert all(name.startswith("model-0000") for name in sizes)
+    header = 4 * KIB
+    assert max(sizes.values()) <= 30_000 + header
+
+
+SAVES: dict[str, Callable[[Trainer], object]] = {
+    "Trainer.save_model": save_trainer,
+    "Model.save_pretrained": save_by_model,
+    "Accelerator.get_state_dict": lambda trainer: trainer.accelerator.get_state_dict(trainer.model),
+}
+
+
+def save_on(rank: int) -> list[tuple[str, float]]:
+    """On a rank: save there only, and tell what came of it, and after how long."""
+    trainer = build(Task(), {})
+    dist.barrier()
+    if dist.get_rank() != rank:
+        time.sleep(len(SAVES) * 0.5 + 1.0)  # alive, and elsewhere
+        return []
+    found = []
+    with mock.patch.object(mesh_module, "RENDEZVOUS_TIMEOUT_S", 0.5):
+        for save in SAVES.values():
+            began = time.monotonic()
+            try:
+                save(trainer)
+            except Exception as error:
+                found.append((f"{type(error).__name__}: {error}", time.monotonic() - began))
+    return found
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_saving_on_one_rank_only_is_an_error(ranks: Worlds, rank: int) -> None:
+    """Case 8."""
+    found = ranks(2).run(save_on, rank, timeout_s=20)[rank]
+    assert len(found) == len(SAVES)
+    for message, seconds in found:
+        assert message.startswith("DistributedError: ")
+        assert f"must be called on every rank; of the 2 ranks, {1 - rank} did not call it within 0.5 s" in message
+        assert "Remove the `if rank == 0` around it" in message
+        assert seconds < 3
+
+
+def unwritable() -> str:
+    trainer = build(Task(), {})
+    if dist.get_rank() == 0:
+        Path("export").write_text("in the way")
+    dist.barrier()
+    try:
+        trainer.save_model("export")
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_on_all_ranks(ranks: Worlds) -> None:
+    for said in ranks(2).run(unwritable):
+        assert said.startswith("CheckpointError: export could not be written: ")
+
+
+def by_the_book() -> None:
+    """On a rank: what Accelerate's documentation ends a loop with."""
+    accelerator, model = set_up({"degree": 2})
+    model = accelerator.prepare(model)
+    accelerator.wait_for_everyone()
+    accelerator.unwrap_model(model).save_pretrained(
+        "export", is_main_process=accelerator.is_main_process, save_function=accelerator.save
+    )
+    accelerator.save_model(model, "other")
+    ours, state = parameters(model), accelerator.get_state_dict(model)
+    dist.barrier()
+    for folder in ("export", "other"):
+        assert_equal(reload(folder)[1], ours)
+    if accelerator.is_main_process:
+        assert_equal(state, ours)
+    else:
+        assert not state
+    for refused in (accelerator.save_state, accelerator.load_state):
+        with pytest.raises(Exception, match="resumable training state is not supported yet"):
+            refused("state")
+
+
+def test_saving_in_a_loop_of_ones_own(ranks: Worlds) -> None:
+    ranks(2).run(by_the_book)
+    ranks(4).run(by_the_book)

@@ -1,0 +1,127 @@
+"""Settings: arguments, environment variables, plans; and the line that says what was made of them."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oases_hf import OasesConfig, OasesPlugin, Plan
+from oases_hf.errors import ConfigError
+from oases_hf.models.converted import converted
+from oases_hf.plan import SCHEDULE_NAMES
+
+from ..ranks import Worlds
+from .fitting import Task
+from .looping import set_up
+from .test_trainer import check
+
+PLAN = Plan("llama, hidden 32, 2 layers", 2, (2,) * 4, "merak", 3)
+
+
+def test_variables_fill_in_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    variables = {
+        "OASES_TMP_SIZE": "4",
+        "OASES_SCHEDULE": "wang",
+        "OASES_SUB_BATCHES": "3",
+        "OASES_DEFER_WEIGHT_GRADS": "yes",
+        "OASES_GATHER_LOGITS": "0",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    expected = OasesConfig(4, None, "wang", 1, True, False)
+    assert OasesConfig(sub_batches=1) == expected
+    assert vars(OasesPlugin(sub_batches=1)) == vars(expected)
+    assert OasesConfig(schedule="merak").schedule == "merak"
+
+
+# (variables, arguments, what is said)
+REFUSED: list[tuple[dict[str, str], dict[str, Any], str]] = [
+    ({"OASES_DEGREE": "two"}, {}, "OASES_DEGREE='two' cannot be read as int"),
+    ({"OASES_GATHER_LOGITS": "perhaps"}, {}, "OASES_GATHER_LOGITS='perhaps' cannot be read as flag"),
+    ({}, {"degree": 0}, "degree=0; choose 1 or more"),
+    ({}, {"tmp_size": 4, "degree": 3}, "degree=3 does not divide tmp_size=4; choose a divisor of 4"),
+    ({}, {"tmp_size": 4, "degree": 2}, "degree=2 below tmp_size=4 is not supported yet; set tmp_size=2"),
+    ({}, {"schedule": "fast"}, "schedule 'fast' is unknown; choose one of megatron, wang, merak, cross_pass, oases"),
+    ({}, {"plan": PLAN, "schedule": "wang"}, "plan and schedule are both set; the plan holds schedule: leave one out"),
+    ({"OASES_DEGREE": "2"}, {"plan": PLAN}, "plan and degree are both set; the plan holds degree: leave one out"),
+]
+
+
+@pytest.mark.parametrize(("variables", "arguments", "said"), REFUSED, ids=[said for *_, said in REFUSED])
+def test_settings_that_cannot_work(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], arguments: dict[str, Any], said: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        OasesConfig(**arguments)
+
+
+def test_plans_survive_the_disk(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(PLAN.to_json())
+    assert Plan.load(path) == PLAN
+    assert OasesConfig(plan=str(path)).load_plan() == PLAN
+    path.write_text('{"degrees": [2, 2]}')
+    with pytest.raises(ConfigError, match=r"plan .*plan.json: this is no plan .*write one with Plan.to_json"):
+        Plan.load(path)
+
+
+def test_a_degree_of_a_plan_divides_its_ranks() -> None:
+    with pytest.raises(ConfigError, match=r"block 1: degree 3 does not divide the TMP world of 4 ranks; choose one of"):
+        Plan("llama", 4, (4, 3))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+def test_every_schedule_trains(ranks: Worlds, schedule: str) -> None:
+    check(ranks, 4, Task(), tmp_size=2, schedule=schedule, defer_weight_grads=schedule == "oases")
+
+
+def test_a_plan_trains(ranks: Worlds) -> None:
+    check(ranks, 2, Task({"per_device_train_batch_size": 4}), plan=PLAN)
+    assert ranks(2).run(sizes, {"plan": PLAN}, {}) == [(2, 1, "merak", 3)] * 2
+
+
+def sizes(settings: dict[str, Any], variables: dict[str, str]) -> tuple[int, int, str, int]:
+    """On a rank: the size of the TMP world, the number of worlds, the schedule and its sub-batches."""
+    os.environ.update(variables)
+    state = converted(set_up(settings)[1])
+    return state.mesh.tmp.size, state.mesh.data.size, state.plan.schedule, state.plan.sub_batches
+
+
+@pytest.mark.parametrize(
+    ("settings", "variables", "expected"),
+    [
+        ({}, {}, (4, 1, "oases", 2)),
+        ({"degree": 2}, {}, (2, 2, "oases", 2)),
+        ({}, {"OASES_TMP_SIZE": "2", "OASES_SCHEDULE": "megatron"}, (2, 2, "megatron", 1)),
+        ({"tmp_size": 1}, {"OASES_TMP_SIZE": "2"}, (1, 4, "oases", 2)),
+    ],
+    ids=str,
+)
+def test_ranks_follow_from_the_settings(
+    ranks: Worlds, settings: dict[str, Any], variables: dict[str, str], expected: tuple[int, int, str, int]
+) -> None:
+    assert ranks(4).run(sizes, settings, variables) == [expected] * 4
+
+
+def printed(settings: dict[str, Any]) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        set_up(settings)
+    return output.getvalue()
+
+
+def test_rank_0_says_what_was_made_of_the_model(ranks: Worlds) -> None:
+    line, *others = ranks(4).run(printed, {"degree": 2})
+    assert others == [""] * 3
+    assert re.fullmatch(
+        r"oases: LlamaForCausalLM, 0\.0 M parameters, 98\.\d% of them sharded; degree 2 in 4 blocks; schedule oases, "
+        r"2 sub-batches; 4 ranks = 2 data parallel × 2 TMP; link gloo\n",
+        line,
+    ), line
