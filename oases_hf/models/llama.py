@@ -36,17 +36,13 @@ def _localize(layer: Any, units: Units) -> None:
     layer.self_attn.num_key_value_groups = units["query"].span.size // units["key_value"].span.size
 
 
-def _dropout(config: PretrainedConfig) -> bool:
-    return bool(getattr(config, "attention_dropout", 0.0))
-
-
 LLAMA = Family(
     model_types=("llama",),
     stack="layers",
     blocks=(
         Block(
             "attention",
-            entry="input_layernorm",
+            entries=("input_layernorm",),
             run=_attention,
             linears={
                 "self_attn.q_proj": Column("query"),
@@ -57,7 +53,7 @@ LLAMA = Family(
         ),
         Block(
             "mlp",
-            entry="post_attention_layernorm",
+            entries=("post_attention_layernorm",),
             run=_mlp,
             linears={"mlp.gate_proj": Column("ffn"), "mlp.up_proj": Column("ffn"), "mlp.down_proj": Row("ffn")},
         ),
@@ -66,5 +62,4 @@ LLAMA = Family(
     localize=_localize,
     per_sample=("attention_mask", "position_ids", "position_embeddings"),
     cache=("cache", "past_key_values"),
-    dropout=_dropout,
 )

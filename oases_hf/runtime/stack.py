@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ..parallel.gradients import GradientSync
-from ..parallel.layers import Link
+from ..parallel.link import Link
+from ..parallel.rng import DropoutSeeds
 from ..schedule import (
     Instruction,
     Schedule,
@@ -32,17 +33,25 @@ from ..schedule import (
 )
 from .executor import Block, Run
 from .node import run_recorded
-from .rng import DropoutSeeds
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class LayerBlock:
-    """One block of every layer: its name, and what computes it from ``(layer, hidden, **context)``."""
+    """One block of every layer.
+
+    Attributes:
+        name: for messages.
+        run: computes it from ``(layer, hidden, **context)``.
+        norm: path in the layer of the norm that the reduced output goes through, if any.
+        norm_of_sum: the norm is of the stream and the output together.
+    """
 
     name: str
     run: Callable[..., Tensor]
+    norm: str | None = None
+    norm_of_sum: bool = False
 
 
 @dataclass
@@ -60,6 +69,7 @@ class Stack:
         sub_batches: into how many parts to split a batch.
         defer: put weight gradients off until the input gradient's all-reduce runs.
         seeds: of dropout; None when the model has none.
+        training: the base model is in training mode, as of its last forward.
     """
 
     path: str
@@ -74,6 +84,7 @@ class Stack:
     sub_batches: int
     defer: bool
     seeds: DropoutSeeds | None
+    training: bool = True
     plain: bool = False
     reduce_now: bool = False
     _inside: bool = False
@@ -86,6 +97,7 @@ class Stack:
         if capturing:
             self._say("hidden states or attentions are asked for: layers run one by one, without overlap")
         self._inside = not capturing and not self.plain
+        self.training = module.training
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the base model: iterating yields layers again."""
@@ -104,7 +116,13 @@ class Stack:
         batch = hidden.shape[0]
         contexts = [_slice_context(context, self.per_sample, batch, sub_batches, k) for k in range(sub_batches)]
         blocks = [
-            Block(f"{self.path}.{i}.{block.name}", partial(_partial, block.run, layer, contexts), parameters)
+            Block(
+                f"{self.path}.{i}.{block.name}",
+                partial(_partial, block.run, layer, contexts),
+                parameters,
+                None if block.norm is None else layer.get_submodule(block.norm),
+                block.norm_of_sum,
+            )
             for (i, layer, block), parameters in zip(self._walk(layers), self.block_parameters, strict=True)
         ]
         return self._apply(blocks, hidden, sub_batches)
@@ -121,10 +139,7 @@ class Stack:
         schedules = plan_step(
             self.schedule, len(blocks), sub_batches, len(self.blocks), self.defer, first if recording else None
         )
-        seed = None
-        if self.seeds is not None:
-            seed = partial(self.seeds.seed, self.seeds.next_forward())
-        run = Run(blocks, schedules[0], self.link, self.gradients, seed)
+        run = Run(blocks, schedules[0], self.link, self.gradients, self.seeds if self.training else None)
         if not recording:
             return run.forward(hidden)
         self._live.add(run)
