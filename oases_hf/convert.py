@@ -22,11 +22,13 @@ from .models.shard import Sharder, check_layer, shard_layer
 from .models.vocabulary import Vocabulary
 from .parallel.equal import make_batch_equal, make_equal
 from .parallel.gradients import GradientSync
-from .parallel.layers import Link
+from .parallel.layers import adopt
+from .parallel.linear import SharedDropout
+from .parallel.link import Link
 from .parallel.mesh import Mesh
+from .parallel.rng import DropoutSeeds
 from .parallel.sharding import Layout
 from .plan import Plan
-from .runtime.rng import DropoutSeeds
 from .runtime.stack import LayerBlock, Stack, StackList, one_by_one
 
 
@@ -77,8 +79,10 @@ def convert(
     for layer in layers:
         shard_layer(layer, family, shares, link, sharder)
     vocabulary.shard(sharder)
-    layouts = _layouts(model, layers, sharder)
+    sharder.retie(model)
+    layouts = _layouts(model, layers, family, sharder)
     stack = _install_stack(model, family, plan, link, GradientSync(mesh, layouts), mesh, defer_weight_grads)
+    _share_dropouts(model, layers, family, link, vocabulary.link)
     model.register_forward_pre_hook(partial(_share_batch, mesh), with_kwargs=True)
     vocabulary.install(model)
     names = {name: layouts[p] for name, p in model.named_parameters(remove_duplicate=False)}
@@ -103,9 +107,14 @@ def _share_batch(mesh: Mesh, module: nn.Module, args: tuple[Any, ...], kwargs: d
     return tuple(shared.pop(str(i)) for i in range(len(args))), shared
 
 
-def _layouts(model: nn.Module, layers: nn.ModuleList, sharder: Sharder) -> dict[nn.Parameter, Layout]:
-    """Every parameter's layout: those not sharded are whole on every rank, inside blocks with partial gradients."""
-    inside = set(layers.parameters())
+def _layouts(model: nn.Module, layers: nn.ModuleList, family: Family, sharder: Sharder) -> dict[nn.Parameter, Layout]:
+    """Every parameter's layout: those not sharded are whole on every rank, inside blocks with partial gradients.
+
+    Norms behind a block see whole outputs, so their gradients are whole.
+    """
+    joins = [block.join.norm for block in family.blocks if block.join]
+    behind = {p for layer in layers for path in joins for p in layer.get_submodule(path).parameters()}
+    inside = set(layers.parameters()) - behind
     layouts = dict(sharder.layouts)
     for parameter in model.parameters():
         layouts.setdefault(parameter, Layout(tuple(parameter.shape), partial_grad=parameter in inside))
@@ -119,8 +128,8 @@ def _install_stack(
     base = model.base_model
     stack = Stack(
         path=f"{model.base_model_prefix}.{family.stack}" if base is not model else family.stack,
-        blocks=tuple(LayerBlock(block.name, block.run) for block in family.blocks),
-        block_parameters=tuple(_block_parameters(layer, family, block) for layer in layers for block in family.blocks),
+        blocks=tuple(_layer_block(block) for block in family.blocks),
+        block_parameters=tuple(_block_parameters(layer, block) for layer in layers for block in family.blocks),
         per_sample=family.per_sample,
         cache=family.cache,
         positional=family.positional,
@@ -129,7 +138,7 @@ def _install_stack(
         schedule=plan.schedule,
         sub_batches=plan.sub_batches,
         defer=defer,
-        seeds=DropoutSeeds(torch.initial_seed(), mesh.world.rank) if family.dropout(model.config) else None,
+        seeds=_dropout_seeds(model, layers, family, link, mesh),
     )
     layers.__class__ = StackList
     object.__setattr__(layers, "stack", stack)
@@ -138,18 +147,38 @@ def _install_stack(
     return stack
 
 
-def _block_parameters(layer: nn.Module, family: Family, block: Block) -> tuple[nn.Parameter, ...]:
-    """The parameters a block uses: its entry's, its linears', and what else lies beside those."""
-    paths = (block.entry, *block.linears)
-    tops = {path.split(".")[0] for path in paths}
-    others = {
-        path.split(".")[0] for other in family.blocks if other is not block for path in (other.entry, *other.linears)
-    }
-    if not tops & others:
-        modules = [layer.get_submodule(top) for top in sorted(tops)]
-    else:
-        modules = [layer.get_submodule(path) for path in paths]
-    return tuple(dict.fromkeys(p for module in modules for p in module.parameters()))
+def _layer_block(block: Block) -> LayerBlock:
+    norm, of_sum = (block.join.norm, block.join.of == "sum") if block.join else (None, False)
+    return LayerBlock(block.name, block.run, norm, of_sum)
+
+
+def _dropout_seeds(
+    model: PreTrainedModel, layers: nn.ModuleList, family: Family, link: Link, mesh: Mesh
+) -> DropoutSeeds | None:
+    """The seeds of the layers' dropout, if there is any, and of that outside the executor."""
+    base = torch.initial_seed()
+    link.seed = f"{base}/plain/{mesh.data.rank}"
+    modules = any(isinstance(module, nn.Dropout) and module.p > 0 for module in layers.modules())
+    if not modules and not getattr(model.config, family.attention_dropout, 0.0):
+        return None
+    return DropoutSeeds(base, mesh.world.rank, mesh.data.rank)
+
+
+def _share_dropouts(model: nn.Module, layers: nn.ModuleList, family: Family, link: Link, outside: Link) -> None:
+    """Give ranks of a TMP world the same masks for everything but what they split."""
+    outside.seed = f"{link.seed}/outside"
+    own = {layer.get_submodule(path) for layer in layers for path in family.own_dropouts}
+    inside = set(layers.modules())
+    for module in model.modules():
+        if isinstance(module, nn.Dropout) and module not in own:
+            adopt(module, SharedDropout, link=link if module in inside else outside)
+
+
+def _block_parameters(layer: nn.Module, block: Block) -> tuple[nn.Parameter, ...]:
+    """The parameters a block uses: all those of the layer's children that it names."""
+    paths = (*block.entries, *block.linears, *([block.join.norm] if block.join else []))
+    children = dict.fromkeys(path.split(".")[0] for path in paths)
+    return tuple(dict.fromkeys(p for child in children for p in layer.get_submodule(child).parameters()))
 
 
 def _stack_of(model: PreTrainedModel, family: Family) -> nn.ModuleList:

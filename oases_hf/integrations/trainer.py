@@ -105,7 +105,7 @@ def _take_over(trainer: Trainer, model: PreTrainedModel, state: Converted) -> No
     """Replace the methods of this Trainer that would be wrong on shards."""
     gather: Callable[..., Any] = trainer.accelerator.gather_for_metrics
     trainer.gather_function = functools.partial(gather, use_gather_object=trainer.args.eval_use_gather_object)
-    if trainer.label_smoother is not None and trainer.compute_loss_func is None and state.vocabulary.own_loss:
+    if trainer.label_smoother is not None and trainer.compute_loss_func is None and state.vocabulary.loss is not None:
         state.vocabulary.smoothing = trainer.label_smoother.epsilon
         trainer.label_smoother = None
     override(

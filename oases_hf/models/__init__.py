@@ -1,5 +1,5 @@
 """Which models can be converted: one declarative file per family."""
 
-from .family import Block, Column, Family, Part, Row, Units, family_of
+from .family import Block, Column, Family, Join, Part, Row, Units, family_of
 
-__all__ = ["Block", "Column", "Family", "Part", "Row", "Units", "family_of"]
+__all__ = ["Block", "Column", "Family", "Join", "Part", "Row", "Units", "family_of"]

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from ..errors import UnsupportedModelError
-from ..parallel.layers import BlockEntry, ColumnParallel, Link, RowParallel, adopt
-from ..parallel.sharding import Layout, Slice
+from ..parallel.layers import BlockEntry, adopt
+from ..parallel.linear import ColumnParallel, RowParallel
+from ..parallel.link import Link
+from ..parallel.sharding import Layout, Slice, Span
 from .family import Column, Family, Row, Units
 
 
@@ -30,15 +33,22 @@ class Sharder:
             self.layouts[part] = layout
         setattr(module, name, part)
 
+    def retie(self, model: nn.Module) -> None:
+        """Let every module that shares a replaced parameter have the part."""
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter in self._parts:
+                    module._parameters[name] = self._parts[parameter]
+
 
 def check_layer(layer: nn.Module, family: Family) -> None:
     """Raise UnsupportedModelError unless every linear that ``family`` declares is a plain one in ``layer``."""
     for block in family.blocks:
         for path in block.linears:
             module = layer.get_submodule(path)
-            if type(module) is not nn.Linear:
+            if type(module) not in (nn.Linear, Conv1D):
                 raise UnsupportedModelError(
-                    f"{path} is a {type(module).__name__}, not an nn.Linear; load it unquantised"
+                    f"{path} is a {type(module).__name__}, neither nn.Linear nor Conv1D; load it unquantised"
                 )
 
 
@@ -58,35 +68,41 @@ def shard_layer(layer: nn.Module, family: Family, shares: list[Units], link: Lin
     for block in family.blocks:
         for path, split in block.linears.items():
             _shard_linear(layer.get_submodule(path), split, shares, link, sharder)
-        adopt(layer.get_submodule(block.entry), BlockEntry, link=link)
+        for entry in block.entries:
+            adopt(layer.get_submodule(entry), BlockEntry, link=link)
     family.localize(layer, shares[link.axis.rank])
 
 
 def _shard_linear(module: Any, split: Column | Row, shares: list[Units], link: Link, sharder: Sharder) -> None:
+    transposed = isinstance(module, Conv1D)
+    out_dim, in_dim = (1, 0) if transposed else (0, 1)
+    weight_shape = tuple(module.weight.shape)
     match split:
         case Column():
-            sharder(module, "weight", _column_layout(tuple(module.weight.shape), split, shares))
+            spans = _column_spans(weight_shape[out_dim], split, shares)
+            sharder(module, "weight", _layout(weight_shape, out_dim, spans))
             if module.bias is not None:
-                sharder(module, "bias", _column_layout(tuple(module.bias.shape), split, shares))
-            module.out_features = module.weight.shape[0]
-            adopt(module, ColumnParallel, link=link)
+                sharder(module, "bias", _layout(tuple(module.bias.shape), 0, spans))
+            setattr(module, "nf" if transposed else "out_features", module.weight.shape[out_dim])
+            adopt(module, ColumnParallel, link=link, transposed=transposed)
         case Row(unit):
-            slices = tuple(Slice(1, (units[unit].span,)) for units in shares)
-            sharder(module, "weight", Layout(tuple(module.weight.shape), slices))
-            module.in_features = module.weight.shape[1]
-            adopt(module, RowParallel, link=link)
+            sharder(module, "weight", _layout(weight_shape, in_dim, [(units[unit].span,) for units in shares]))
+            setattr(module, "nx" if transposed else "in_features", module.weight.shape[in_dim])
+            adopt(module, RowParallel, link=link, transposed=transposed)
 
 
-def _column_layout(shape: tuple[int, ...], split: Column, shares: list[Units]) -> Layout:
-    """Each section of the output features, one behind the other, split by its unit."""
+def _column_spans(features: int, split: Column, shares: list[Units]) -> list[tuple[Span, ...]]:
+    """Each rank's spans of the output features: of each section, one behind the other, split by its unit."""
     offsets, total = [], 0
     for section in split.sections:
         offsets.append(total)
         total += shares[0][section].of
-    if total != shape[0]:
-        raise UnsupportedModelError(f"a linear of {shape[0]} output features where its config says {total}")
-    slices = tuple(
-        Slice(0, tuple(units[s].span.scaled(1, offset) for s, offset in zip(split.sections, offsets, strict=True)))
-        for units in shares
-    )
-    return Layout(shape, slices, partial_grad=len(set(slices)) < len(slices))
+    if total != features:
+        raise UnsupportedModelError(f"a linear of {features} output features where its config says {total}")
+    sections = list(zip(split.sections, offsets, strict=True))
+    return [tuple(units[name].span.scaled(1, offset) for name, offset in sections) for units in shares]
+
+
+def _layout(shape: tuple[int, ...], dim: int, spans: list[tuple[Span, ...]]) -> Layout:
+    """Ranks whose spans are the same share the sum of a gradient."""
+    return Layout(shape, tuple(Slice(dim, each) for each in spans), partial_grad=len(set(spans)) < len(spans))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -13,7 +13,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..errors import ConfigError, UnsupportedModelError
 from ..parallel.autograd import apply
-from ..parallel.layers import GatherFromGroup, Link, VocabParallelEmbedding, VocabParallelHead, adopt
+from ..parallel.layers import VocabParallelEmbedding, VocabParallelHead, adopt
+from ..parallel.link import GatherFromGroup, Link
 from ..parallel.loss import IGNORE_INDEX, cross_entropy, shifted_labels
 from ..parallel.sharding import Layout, Slice, Span, bounds
 
@@ -28,7 +29,7 @@ class Vocabulary:
         head: the output head; None for models that predict no words.
         gather_logits: return whole logits in training too.
         smoothing: the label smoothing factor of the loss.
-        own_loss: the model's loss is HF's for causal language models, computed here on local logits.
+        loss: which loss is computed here, on local logits; None where the model computes its own, on whole ones.
     """
 
     embedding: nn.Embedding
@@ -37,8 +38,10 @@ class Vocabulary:
     spans: tuple[Span, ...]
     gather_logits: bool
     smoothing: float = 0.0
-    own_loss: bool = False
+    loss: Literal["causal", "masked"] | None = None
     _local: bool = False
+    _labels: Tensor | None = None
+    _num_items: Tensor | int | None = None
 
     @classmethod
     def of(cls, model: PreTrainedModel, link: Link, gather_logits: bool) -> Vocabulary:
@@ -84,24 +87,41 @@ class Vocabulary:
         """Give ``model`` the loss on local logits, and hooks that decide what its ``logits`` are."""
         if self.head is None:
             return
-        self.own_loss = model.loss_function is ForCausalLMLoss
-        if self.own_loss:
+        self.loss = _loss_of(model)
+        if self.loss == "causal":
             model.loss_function = self.causal_loss
         signature = inspect.signature(type(model).forward)
 
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             given = signature.bind_partial(module, *args, **kwargs).arguments
-            self._local = self.own_loss and given.get("labels") is not None
+            labels = given.get("labels")
+            self._local = self.loss is not None and labels is not None
+            if not self._local or self.loss == "causal":
+                return None
+            # HF's masked models compute their loss in forward, from whole logits: they get no labels.
+            self._labels, self._num_items = labels, kwargs.get("num_items_in_batch")
+            given.pop("self")
+            return (), {**given.pop("kwargs", {}), **given, "labels": None}
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
             if not self._local:
                 return output
             self._local = False
-            keep = self.gather_logits or not module.training
-            return _with_logits(output, self.gathered if keep else None)
+            change = self.gathered if self.gather_logits or not module.training else None
+            if self.loss == "causal":
+                return _with_logits(output, change)
+            labels, self._labels = cast(Tensor, self._labels), None
+            local = output[0] if isinstance(output, tuple) else output["logits"]
+            return _with_logits(_with_loss(output, self._masked_loss(local, labels)), change)
 
         model.register_forward_pre_hook(before, with_kwargs=True)
         model.register_forward_hook(after)
+
+    def _masked_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The cross entropy of each labelled token, on local logits ``[B, S, x_V]``; labels ``[B, S]``."""
+        return cross_entropy(
+            logits.float(), labels, self.link.axis, self.spans, self._num_items, smoothing=self.smoothing
+        )
 
     def logits(self, local: Tensor) -> Tensor:
         """What the head returns: local logits for the loss, or whole ones when nobody gave labels."""
@@ -126,6 +146,22 @@ class Vocabulary:
         return cross_entropy(
             logits.float(), shifted, self.link.axis, self.spans, num_items_in_batch, ignore_index, self.smoothing
         )
+
+
+def _loss_of(model: PreTrainedModel) -> Literal["causal", "masked"] | None:
+    """The loss of a model whose forward is HF's own; None for any other."""
+    owner = next(c for c in type(model).__mro__ if "forward" in vars(c))
+    if not owner.__module__.startswith("transformers."):
+        return None
+    if owner.__name__.endswith("ForMaskedLM"):
+        return "masked"
+    causal = owner.__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    return "causal" if causal and model.loss_function is ForCausalLMLoss else None
+
+
+def _with_loss(output: Any, loss: Tensor) -> Any:
+    """``output``, a ModelOutput or a tuple ``(logits, …)``, with a loss before its logits."""
+    return (loss, *output) if isinstance(output, tuple) else type(output)(**{**output, "loss": loss})
 
 
 def _with_logits(output: Any, change: Callable[[Tensor], Tensor] | None) -> Any:

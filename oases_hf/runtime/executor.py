@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ..parallel.gradients import GradientSync
-from ..parallel.layers import Link, RowParallel
+from ..parallel.linear import Captured, PutOff
+from ..parallel.link import Link
 from ..parallel.mesh import Pending
+from ..parallel.rng import DropoutSeeds, seeded
 from ..schedule import (
     Backward,
     BackwardInput,
@@ -35,11 +37,8 @@ from ..schedule import (
     to_text,
 )
 from ..schedule.instructions import Tensor as TensorName
-from .rng import seeded
 
 Key = tuple[int, int]
-Captured = list[tuple[RowParallel, Tensor]]
-PutOff = list[Callable[[], None]]
 
 
 @dataclass(frozen=True)
@@ -50,11 +49,24 @@ class Block:
         name: where it is in the model, for messages.
         partial: maps a hidden ``[b, S, H]`` and a sub-batch number to this rank's share of the output.
         parameters: the parameters it uses.
+        norm: what the reduced output goes through; None when it is just added to the stream.
+        norm_of_sum: the norm is of the stream and the output together, not of the output alone.
     """
 
     name: str
     partial: Callable[[Tensor, int], Tensor]
     parameters: tuple[nn.Parameter, ...]
+    norm: Callable[[Tensor], Tensor] | None = None
+    norm_of_sum: bool = False
+
+    def join(self, hidden: Tensor, reduced: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The stream behind the block, and what its norm was of, which backward needs."""
+        if self.norm is None:
+            return hidden + reduced, None
+        if self.norm_of_sum:
+            total = hidden + reduced
+            return self.norm(total), total
+        return hidden + self.norm(reduced), reduced
 
 
 @dataclass
@@ -70,11 +82,15 @@ class _Inner:
     """A block computed up to its row-parallel projections: what each is applied to, in pieces of tokens."""
 
     shape: torch.Size
-    inputs: list[tuple[RowParallel, tuple[Tensor, ...]]]
+    captured: list[Captured]
+    pieces: list[tuple[Tensor, ...]]
 
     def project(self, piece: int) -> Tensor:
         """The share of one piece, ``[tokens, H]``."""
-        first, *rest = [layer.project(pieces[piece]) for layer, pieces in self.inputs]
+        shares = [captured.layer.project(x[piece]) for captured, x in zip(self.captured, self.pieces, strict=True)]
+        first, *rest = [
+            y if c.dropout is None else c.dropout.drop(y) for c, y in zip(self.captured, shares, strict=True)
+        ]
         for other in rest:
             first = first + other
         return first
@@ -108,7 +124,7 @@ class Run:
         schedule: the instructions; ``schedule.check`` says what a right one is.
         link: the ranks that share the blocks' weights.
         gradients: who averages gradients over data-parallel ranks.
-        seed: what to seed the dropout of a block and sub-batch with; None when there is none.
+        seeds: of dropout; None when there is none.
     """
 
     def __init__(
@@ -117,21 +133,27 @@ class Run:
         schedule: Schedule,
         link: Link,
         gradients: GradientSync,
-        seed: Callable[[int, int], int] | None = None,
+        seeds: DropoutSeeds | None = None,
     ) -> None:
         self._blocks = blocks
         self._schedule = schedule
         self._link = link
         self._gradients = gradients
-        self._seed = seed
+        self._seeds = seeds
+        self._number = seeds.next_forward() if seeds else 0
         self._sub_batches = schedule.sub_batches
         every = (*schedule.forward, *schedule.backward)
         self._sent = {op.collective for op in every if isinstance(op, StartAsync)}
         self._kept = {(op.block, op.sub_batch) for op in every if isinstance(op, Forward) and op.keep_input}
         self._deferring = any(isinstance(op, BackwardInput) for op in every)
+        # Norms behind blocks have a backward, and what they were of is kept, or made again by recompute.
+        backward = {(op.block, op.sub_batch) for op in every if isinstance(op, Backward | BackwardInput)}
+        remade = {c for c in self._sent if c.tensor == "recomputed"}
+        self._keep_joins = backward - {(c.block, c.sub_batch) for c in remade}
         self._autocast = Autocast("cpu", False, torch.bfloat16, True)
         self._hidden: dict[Key, Tensor] = {}
         self._inputs: dict[Key, Tensor] = {}
+        self._joins: dict[Key, Tensor] = {}
         self._partials: dict[Collective, Tensor] = {}
         self._inners: dict[Collective, _Inner] = {}
         self._graphs: dict[Key, _Graph] = {}
@@ -143,7 +165,8 @@ class Run:
     @property
     def kept_bytes(self) -> int:
         """The bytes of the block inputs that are kept for recompute now."""
-        return sum(x.numel() * x.element_size() for x in self._inputs.values())
+        kept = (*self._inputs.values(), *self._joins.values())
+        return sum(x.numel() * x.element_size() for x in kept)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Run the forward half on ``[B, S, H]``."""
@@ -198,13 +221,18 @@ class Run:
 
     def _forward(self, op: Forward) -> None:
         key = (op.block, op.sub_batch)
-        if key in self._kept:
+        if key in self._kept and not self._from_join(key):
             self._inputs[key] = self._hidden[key]
         with torch.no_grad():
             self._compute(op, "output", self._hidden[key])
 
     def _recompute(self, op: Recompute) -> None:
         key = (op.block, op.sub_batch)
+        if self._from_join(key):
+            before = self._blocks[op.block - 1].norm
+            assert before is not None
+            with torch.no_grad(), self._autocast.again():
+                self._inputs[key] = before(self._joins[op.block - 1, op.sub_batch])
         leaf = self._inputs[key].detach().requires_grad_()
         self._graphs[key] = _Graph(leaf)
         if self._deferring:
@@ -212,25 +240,31 @@ class Run:
         with torch.enable_grad():
             self._compute(op, "recomputed", leaf)
 
+    def _from_join(self, key: Key) -> bool:
+        """Whether a block's input is a norm of what is kept for the block before, so need not be kept itself."""
+        before = (key[0] - 1, key[1])
+        return before in self._joins and self._blocks[before[0]].norm_of_sum
+
     def _compute(self, op: Forward | Recompute, tensor: TensorName, x: Tensor) -> None:
         """Run a block on ``x``, ``[b, S, H]``; in pieces, stop before its projections."""
         key = (op.block, op.sub_batch)
         first = Collective(*key, tensor, 0, op.pieces)
-        captured: Captured | None = [] if op.pieces > 1 else None
+        captured: list[Captured] | None = [] if op.pieces > 1 else None
         with self._inside(key, tensor, x.device, captured):
             share = self._blocks[op.block].partial(x, op.sub_batch)
         if captured is None:
             self._made(first, share)
         else:
-            inputs = [(layer, y.flatten(0, -2).tensor_split(op.pieces)) for layer, y in captured]
-            self._inners[first] = _Inner(x.shape, inputs)
+            pieces = [each.x.flatten(0, -2).tensor_split(op.pieces) for each in captured]
+            self._inners[first] = _Inner(x.shape, captured, pieces)
 
     def _project(self, collective: Collective) -> None:
         inner = self._inners[collective.siblings()[0]]
         key = (collective.block, collective.sub_batch)
-        device = inner.inputs[0][1][0].device
-        with torch.set_grad_enabled(collective.tensor == "recomputed"), self._inside(key, collective.tensor, device):
-            share = inner.project(collective.piece)
+        device, piece = inner.captured[0].x.device, collective.piece
+        recording = torch.set_grad_enabled(collective.tensor == "recomputed")
+        with recording, self._inside(key, collective.tensor, device, piece=piece):
+            share = inner.project(piece)
         self._made(collective, share)
 
     def _made(self, collective: Collective, share: Tensor) -> None:
@@ -242,12 +276,21 @@ class Run:
 
     @contextmanager
     def _inside(
-        self, key: Key, tensor: TensorName, device: torch.device, captured: Captured | None = None
+        self,
+        key: Key,
+        tensor: TensorName,
+        device: torch.device,
+        captured: list[Captured] | None = None,
+        piece: int = 0,
     ) -> Iterator[None]:
         """The state in which a block computes: the same in recompute as in forward."""
         with ExitStack() as stack:
-            stack.enter_context(self._link.executing(captured, self._put_off.get(key)))
-            stack.enter_context(seeded(self._seed(*key) if self._seed else None, device))
+            own, shared = None, ""
+            if self._seeds is not None:
+                own = self._seeds.own(self._number, *key, piece)
+                shared = self._seeds.shared(self._number, *key, piece)
+            stack.enter_context(self._link.executing(captured, self._put_off.get(key), shared))
+            stack.enter_context(seeded(own, device))
             if tensor == "recomputed":
                 stack.enter_context(self._autocast.again())
             yield
@@ -271,13 +314,19 @@ class Run:
     def _join(self, collective: Collective, reduced: Tensor) -> None:
         """Add a reduced tensor to the stream it belongs to."""
         block, k = collective.block, collective.sub_batch
+        after = (block + 1, k)
         match collective.tensor:
             case "output":
-                self._hidden[block + 1, k] = self._hidden.pop((block, k)) + reduced
+                self._hidden[after], normed = self._blocks[block].join(self._hidden.pop((block, k)), reduced)
+                if normed is not None and (block, k) in self._keep_joins:
+                    self._joins[block, k] = normed
             case "recomputed":
-                after = (block + 1, k)
+                with torch.no_grad(), self._autocast.again():
+                    hidden, normed = self._blocks[block].join(self._inputs[block, k], reduced)
+                if normed is not None:
+                    self._joins[block, k] = normed
                 if after not in self._kept and block + 1 < len(self._blocks):
-                    self._inputs[after] = self._inputs[block, k] + reduced
+                    self._inputs[after] = hidden
             case "input_grad":
                 self._grads[k] = self._grads[k] + reduced
             case _:
@@ -287,8 +336,22 @@ class Run:
         graph = self._graphs.pop(key)
         del self._inputs[key]
         outputs = [graph.outputs[piece] for piece in range(len(graph.outputs))]
-        grad = self._grads[key[1]]
+        grad = self._through_norm(key)
         grads = [grad] if len(outputs) == 1 else grad.flatten(0, -2).tensor_split(len(outputs))
         torch.autograd.backward(outputs, [g.to(y.dtype) for g, y in zip(grads, outputs, strict=True)])
         assert graph.leaf.grad is not None
         self._partials[Collective(*key, "input_grad")] = graph.leaf.grad
+
+    def _through_norm(self, key: Key) -> Tensor:
+        """The gradient of a block's reduced output, from that of the stream behind it."""
+        block, k = self._blocks[key[0]], key[1]
+        if block.norm is None:
+            return self._grads[k]
+        leaf = self._joins.pop(key).detach().requires_grad_()
+        with torch.enable_grad(), self._autocast.again():
+            normed = block.norm(leaf)
+        torch.autograd.backward(normed, self._grads[k].to(normed.dtype))
+        assert leaf.grad is not None
+        if block.norm_of_sum:
+            self._grads[k] = leaf.grad
+        return leaf.grad

@@ -1,9 +1,9 @@
 """The list of a model's layers, which HF's own loop runs as one overlapped stack.
 
-While the base model's forward runs, iterating over a :class:`StackList` yields a single callable that
-runs all layers through the executor; at any other time, and whenever the executor cannot serve a
-call (a key/value cache, captured hidden states), it is the plain list of layers, which communicate by
-themselves.
+While the base model's forward runs, iterating over a :class:`StackList` yields stand-ins for the
+layers: they note the arguments of each, and the last one runs all layers through the executor. At any
+other time, and whenever the executor cannot serve a call (a key/value cache, captured hidden states),
+it is the plain list of layers, which communicate by themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ..parallel.gradients import GradientSync
-from ..parallel.layers import Link
+from ..parallel.link import Link
+from ..parallel.rng import DropoutSeeds
 from ..schedule import (
     Instruction,
     Schedule,
@@ -32,17 +33,27 @@ from ..schedule import (
 )
 from .executor import Block, Run
 from .node import run_recorded
-from .rng import DropoutSeeds
 
 log = logging.getLogger(__name__)
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class LayerBlock:
-    """One block of every layer: its name, and what computes it from ``(layer, hidden, **context)``."""
+    """One block of every layer.
+
+    Attributes:
+        name: for messages.
+        run: computes it from ``(layer, hidden, **context)``.
+        norm: path in the layer of the norm that the reduced output goes through, if any.
+        norm_of_sum: the norm is of the stream and the output together.
+    """
 
     name: str
     run: Callable[..., Tensor]
+    norm: str | None = None
+    norm_of_sum: bool = False
 
 
 @dataclass
@@ -60,6 +71,7 @@ class Stack:
         sub_batches: into how many parts to split a batch.
         defer: put weight gradients off until the input gradient's all-reduce runs.
         seeds: of dropout; None when the model has none.
+        training: the base model is in training mode, as of its last forward.
     """
 
     path: str
@@ -74,6 +86,7 @@ class Stack:
     sub_batches: int
     defer: bool
     seeds: DropoutSeeds | None
+    training: bool = True
     plain: bool = False
     reduce_now: bool = False
     _inside: bool = False
@@ -86,25 +99,31 @@ class Stack:
         if capturing:
             self._say("hidden states or attentions are asked for: layers run one by one, without overlap")
         self._inside = not capturing and not self.plain
+        self.training = module.training
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the base model: iterating yields layers again."""
         self._inside = False
 
-    def run(self, layers: Sequence[nn.Module], hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run all layers on ``hidden``, ``[B, S, H]``, with the arguments that HF's loop gives each of them."""
-        context = {**dict(zip(self.positional, args, strict=False)), **kwargs}
-        if any(context.get(name) is not None for name in self.cache):
+    def run(self, layers: Sequence[nn.Module], hidden: Tensor, calls: Sequence[Call]) -> Tensor:
+        """Run all layers on ``hidden``, ``[B, S, H]``, with the arguments that HF's loop gave each of them."""
+        contexts = [{**dict(zip(self.positional, args, strict=False)), **kwargs} for args, kwargs in calls]
+        if any(contexts[0].get(name) is not None for name in self.cache):
             if torch.is_grad_enabled():
                 self._say("a key/value cache is in use: no overlap; pass use_cache=False when training")
-            for layer in layers:
+            for layer, (args, kwargs) in zip(layers, calls, strict=True):
                 hidden = layer(hidden, *args, **kwargs)
             return hidden
-        sub_batches = self._split_count(hidden, context)
-        batch = hidden.shape[0]
-        contexts = [_slice_context(context, self.per_sample, batch, sub_batches, k) for k in range(sub_batches)]
+        sub_batches = self._split_count(hidden, contexts)
+        parts = [_parts_of(context, self.per_sample, hidden.shape[0], sub_batches) for context in contexts]
         blocks = [
-            Block(f"{self.path}.{i}.{block.name}", partial(_partial, block.run, layer, contexts), parameters)
+            Block(
+                f"{self.path}.{i}.{block.name}",
+                partial(_partial, block.run, layer, parts[i]),
+                parameters,
+                None if block.norm is None else layer.get_submodule(block.norm),
+                block.norm_of_sum,
+            )
             for (i, layer, block), parameters in zip(self._walk(layers), self.block_parameters, strict=True)
         ]
         return self._apply(blocks, hidden, sub_batches)
@@ -121,10 +140,7 @@ class Stack:
         schedules = plan_step(
             self.schedule, len(blocks), sub_batches, len(self.blocks), self.defer, first if recording else None
         )
-        seed = None
-        if self.seeds is not None:
-            seed = partial(self.seeds.seed, self.seeds.next_forward())
-        run = Run(blocks, schedules[0], self.link, self.gradients, seed)
+        run = Run(blocks, schedules[0], self.link, self.gradients, self.seeds if self.training else None)
         if not recording:
             return run.forward(hidden)
         self._live.add(run)
@@ -136,11 +152,12 @@ class Stack:
         early = self.reduce_now and not self._live
         return schedules[early].backward
 
-    def _split_count(self, hidden: Tensor, context: Mapping[str, Any]) -> int:
+    def _split_count(self, hidden: Tensor, contexts: Sequence[Mapping[str, Any]]) -> int:
         batch = hidden.shape[0]
-        odd = [name for name in self.per_sample if not _sliceable(context.get(name))]
+        values = [(name, context.get(name)) for context in contexts for name in self.per_sample]
+        odd = [f"{name} of type {type(value).__name__}" for name, value in values if not _sliceable(value)]
         if odd and self.sub_batches > 1:
-            self._say(f"{odd[0]} of type {type(context[odd[0]]).__name__} cannot be split: one sub-batch, no overlap")
+            self._say(f"{odd[0]} cannot be split: one sub-batch, no overlap")
             return 1
         if batch < self.sub_batches:
             self._say(f"a batch of {batch} cannot be split into {self.sub_batches}: {batch} sub-batches, less overlap")
@@ -189,13 +206,17 @@ def _sliceable(value: Any) -> bool:
     return value is None or torch.is_tensor(value) or isinstance(value, tuple | list)
 
 
-def _slice_context(
-    context: Mapping[str, Any], per_sample: Sequence[str], batch: int, sub_batches: int, k: int
-) -> dict[str, Any]:
-    return {
-        name: _part(value, batch, sub_batches, k) if name in per_sample and sub_batches > 1 else value
-        for name, value in context.items()
-    }
+def _parts_of(
+    context: Mapping[str, Any], per_sample: Sequence[str], batch: int, sub_batches: int
+) -> list[dict[str, Any]]:
+    """A layer's arguments for each sub-batch."""
+    if sub_batches == 1:
+        return [dict(context)]
+    split = {name: value for name, value in context.items() if name in per_sample}
+    return [
+        {**context, **{name: _part(value, batch, sub_batches, k) for name, value in split.items()}}
+        for k in range(sub_batches)
+    ]
 
 
 def _part(value: Any, batch: int, sub_batches: int, k: int) -> Any:
@@ -207,6 +228,34 @@ def _part(value: Any, batch: int, sub_batches: int, k: int) -> Any:
     return value
 
 
+@dataclass
+class _Loop:
+    """One go of HF's loop over the layers: it notes each layer's arguments, and runs the stack at the last."""
+
+    stack: Stack
+    layers: list[nn.Module]
+    calls: list[Call] = field(default_factory=list)
+
+    def call(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Stand in for the next layer."""
+        self.calls.append((args, kwargs))
+        return hidden if len(self.calls) < len(self.layers) else self.stack.run(self.layers, hidden, self.calls)
+
+
+class _Step:
+    """A layer as HF's loop sees it while the stack is to run."""
+
+    def __init__(self, loop: _Loop, layer: nn.Module) -> None:
+        self._loop = loop
+        self._layer = layer
+
+    def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self._loop.call(hidden, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
 class StackList(nn.ModuleList):
     """A ModuleList of layers; see the module's docstring."""
 
@@ -215,19 +264,20 @@ class StackList(nn.ModuleList):
     def _layers(self) -> list[nn.Module]:
         return list(super().__iter__())
 
-    def _running(self) -> list[Callable[..., Tensor]]:
-        return [partial(self.stack.run, self._layers())]
+    def _steps(self) -> list[_Step]:
+        loop = _Loop(self.stack, self._layers())
+        return [_Step(loop, layer) for layer in loop.layers]
 
     def __iter__(self) -> Iterator[nn.Module]:
-        """The layers; one callable for all of them inside the base model's forward."""
-        return cast(Iterator[nn.Module], iter(self._running())) if self.stack._inside else super().__iter__()
+        """The layers; inside the base model's forward, stand-ins that run the stack together."""
+        return cast(Iterator[nn.Module], iter(self._steps())) if self.stack._inside else super().__iter__()
 
     def __getitem__(self, index: int | slice) -> Any:
-        """One layer, or a list of layers."""
+        """One layer, or a list of layers or stand-ins."""
         if not isinstance(index, slice):
             return super().__getitem__(index)
         layers = self._layers()[index]
-        return self._running() if self.stack._inside and len(layers) == len(self) else layers
+        return self._steps() if self.stack._inside and len(layers) == len(self) else layers
 
 
 @contextmanager

@@ -10,18 +10,25 @@ from dataclasses import dataclass
 import torch
 
 
+def seed_of(*parts: object) -> int:
+    """A seed that depends on all of ``parts``."""
+    return random.Random("/".join(map(str, parts))).getrandbits(63)
+
+
 @dataclass
 class DropoutSeeds:
-    """Seeds of one rank's dropout masks, one per forward, block and sub-batch.
+    """Seeds of one rank's dropout masks in a stack, by forward, block, sub-batch and piece.
 
     Attributes:
         base: what the user seeded, the same on all ranks.
-        lane: tells apart ranks whose masks must differ.
+        rank: of this rank in the world, which no other rank draws like.
+        world: the TMP world of this rank, whose ranks draw some masks alike.
         forwards: how many forwards there were.
     """
 
     base: int
-    lane: int
+    rank: int
+    world: int
     forwards: int = 0
 
     def next_forward(self) -> int:
@@ -29,9 +36,13 @@ class DropoutSeeds:
         self.forwards += 1
         return self.forwards
 
-    def seed(self, forward: int, block: int, sub_batch: int) -> int:
-        """The seed for one block and sub-batch of one forward."""
-        return random.Random(f"{self.base}/{self.lane}/{forward}/{block}/{sub_batch}").getrandbits(63)
+    def own(self, forward: int, *where: int) -> int:
+        """The seed of masks that differ between all ranks."""
+        return seed_of(self.base, "rank", self.rank, forward, *where)
+
+    def shared(self, forward: int, *where: int) -> str:
+        """What the seeds of masks that are alike within a TMP world begin with."""
+        return "/".join(map(str, (self.base, "world", self.world, forward, *where)))
 
 
 @contextmanager

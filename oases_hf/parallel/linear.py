@@ -1,0 +1,143 @@
+"""Linear layers that hold some of their features, and may put their weight gradients off.
+
+They serve ``nn.Linear``, whose weight is ``[out, in]``, and GPT-2's ``Conv1D``, whose weight is ``[in, out]``.
+Shapes: B batch, S sequence, H hidden, ``x_…`` this rank's share of a dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from .autograd import apply
+from .link import Link, ReduceFromGroup
+from .rng import seeded
+
+PutOff = list[Callable[[], None]]
+
+
+@dataclass
+class Captured:
+    """A row-parallel layer that is yet to project ``x``, and the dropout that follows."""
+
+    layer: RowParallel
+    x: Tensor
+    dropout: SharedDropout | None = None
+
+
+def _add_weight_grad(
+    weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool, x: Tensor, grad: Tensor
+) -> None:
+    x, grad = x.flatten(0, -2), grad.flatten(0, -2)
+    left, right = (x.t(), grad) if transposed else (grad.t(), x)
+    with torch.no_grad():
+        if weight.grad is None:
+            weight.grad = (left @ right).to(weight.dtype)
+        elif weight.grad.dtype == grad.dtype:
+            weight.grad.addmm_(left, right)
+        else:
+            weight.grad.add_(left @ right)
+        if bias is not None and bias.requires_grad:
+            total = grad.sum(0).to(bias.dtype)
+            bias.grad = total if bias.grad is None else bias.grad.add_(total)
+
+
+class _DeferredLinear(torch.autograd.Function):
+    """A linear layer whose backward returns the input's gradient and puts the weight's off."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool, put_off: PutOff
+    ) -> Tensor:
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        x, cast_weight = x.to(dtype), (weight.t() if transposed else weight).to(dtype)
+        ctx.save_for_backward(x, cast_weight)
+        ctx.put_off, ctx.add = put_off, partial(_add_weight_grad, weight, bias, transposed, x)
+        return F.linear(x, cast_weight, None if bias is None else bias.to(dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        _, weight = ctx.saved_tensors
+        ctx.put_off.append(partial(ctx.add, grads[0]))
+        return grads[0] @ weight, None, None, None, None
+
+
+def _hooked(parameter: nn.Parameter) -> bool:
+    """Whether somebody wants to see this parameter's gradient come out of autograd."""
+    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+class _Parallel(nn.Module):
+    """What column- and row-parallel layers share; put before ``nn.Linear`` or ``Conv1D``."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    link: Link
+    transposed: bool
+
+    def apply_to(self, x: Tensor, bias: nn.Parameter | None) -> Tensor:
+        """The layer on ``x``, its weight gradient put off when the link asks for that."""
+        weight, put_off = self.weight, self.link.put_off
+        deferrable = weight.requires_grad and not any(_hooked(p) for p in (weight, bias) if p is not None)
+        if put_off is not None and torch.is_grad_enabled() and deferrable:
+            return apply(_DeferredLinear, x, weight, bias, self.transposed, put_off)
+        return F.linear(x, weight.t() if self.transposed else weight, bias)
+
+
+class ColumnParallel(_Parallel):
+    """A linear layer that holds some of its output features; its input is whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, S, H]`` to ``[B, S, x_F]``."""
+        return self.apply_to(x, self.bias)
+
+
+class RowParallel(_Parallel):
+    """A linear layer that holds some of its input features; its output is a sum over the group.
+
+    The bias is added by the group's first rank only.
+    """
+
+    def project(self, x: Tensor) -> Tensor:
+        """This rank's share of the sum: ``[..., x_F]`` to ``[..., H]``."""
+        return self.apply_to(x, self.bias if self.link.axis.rank == 0 else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[B, S, x_F]`` to ``[B, S, H]``; to a stand-in when the executor will project it in pieces."""
+        if self.link.captured is not None:
+            self.link.captured.append(Captured(self, x))
+            return x.new_zeros(1).expand(*x.shape[:-1], self.weight.shape[1 if self.transposed else 0])
+        y = self.project(x)
+        return y if self.link.managed else apply(ReduceFromGroup, y, self.link.axis)
+
+
+class SharedDropout(nn.Dropout):
+    """A dropout on what all ranks of a group have in common, or sum: its mask is the same on all of them.
+
+    Dropout is linear, so that of each rank's share is a share of the dropout of the sum.
+    """
+
+    link: Link
+
+    def drop(self, x: Tensor) -> Tensor:
+        """``x`` with the next mask of the group."""
+        if not self.training or self.p == 0.0:
+            return x
+        with seeded(self.link.next_seed(), x.device):
+            return F.dropout(x, self.p)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """``input`` with the next mask; as it is when it is yet to be projected, in pieces."""
+        if self.link.captured:
+            self.link.captured[-1].dropout = self
+            return input
+        return self.drop(input)

@@ -1,0 +1,111 @@
+"""Who communicates: parallel layers by themselves, or the executor that runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .mesh import Axis
+from .rng import seed_of
+from .sharding import Span
+
+if TYPE_CHECKING:
+    from .linear import Captured
+
+
+@dataclass
+class Link:
+    """Who communicates: the layers themselves, or the executor that runs them. One per group of ranks.
+
+    Attributes:
+        axis: the ranks that share the layers' weights.
+        managed: the executor owns the collectives.
+        captured: where row-parallel layers put their input instead of projecting it.
+        put_off: where linear layers put the work of their weight gradients.
+        seed: what dropout masks that all ranks have in common are drawn from.
+    """
+
+    axis: Axis
+    managed: bool = False
+    captured: list[Captured] | None = None
+    put_off: list[Callable[[], None]] | None = None
+    seed: str = ""
+    _draws: int = 0
+
+    @contextmanager
+    def executing(
+        self,
+        captured: list[Captured] | None = None,
+        put_off: list[Callable[[], None]] | None = None,
+        seed: str = "",
+    ) -> Iterator[None]:
+        """Let the executor own the collectives of the layers called inside; it draws masks from ``seed``."""
+        before = self.managed, self.captured, self.put_off, self.seed, self._draws
+        self.managed, self.captured, self.put_off, self.seed, self._draws = True, captured, put_off, seed, 0
+        try:
+            yield
+        finally:
+            self.managed, self.captured, self.put_off, self.seed, self._draws = before
+
+    def next_seed(self) -> int:
+        """The seed of the next mask; ranks that draw equally often get equal ones."""
+        self._draws += 1
+        return seed_of(self.seed, self._draws)
+
+
+class CopyToGroup(torch.autograd.Function):
+    """Identity whose backward sums the gradient over the group."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        """Return ``x``."""
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Sum over the group."""
+        return ctx.axis.all_reduce(grads[0].clone(memory_format=torch.contiguous_format)), None
+
+
+class ReduceFromGroup(torch.autograd.Function):
+    """Sum over the group whose backward is the identity (equation 1 of the paper)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        """Sum over the group."""
+        return axis.all_reduce(x.clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient."""
+        return grads[0], None
+
+
+class GatherFromGroup(torch.autograd.Function):
+    """The last dimension of all ranks side by side; the backward is this rank's slice, never a sum.
+
+    Right when what follows is computed alike on every rank, as a loss on gathered logits is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, spans: tuple[Span, ...]) -> Tensor:
+        """Gather ``[..., x_V]`` to ``[..., V]``."""
+        ctx.span = spans[axis.rank]
+        widest = max(span.size for span in spans)
+        parts = axis.all_gather(F.pad(x, (0, widest - x.shape[-1])))
+        return torch.cat([part[..., : span.size] for part, span in zip(parts, spans, strict=True)], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Slice."""
+        return grads[0][..., ctx.span.lo : ctx.span.hi].contiguous(), None, None
