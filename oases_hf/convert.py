@@ -87,7 +87,7 @@ def convert(
     vocabulary.install(model)
     names = {name: layouts[p] for name, p in model.named_parameters(remove_duplicate=False)}
     model.config.use_cache = False  # a cache keeps the executor from running; generate() asks for one by itself
-    state = Converted(mesh, plan, family, names, stack, stack.gradients, vocabulary)
+    state = Converted(mesh, sharder.replaced, plan, family, names, stack, stack.gradients, vocabulary)
     object.__setattr__(model, "oases", state)
     return state
 
@@ -128,6 +128,7 @@ def _install_stack(
     base = model.base_model
     stack = Stack(
         path=f"{model.base_model_prefix}.{family.stack}" if base is not model else family.stack,
+        layers=lambda: list(nn.ModuleList.__iter__(layers)),
         blocks=tuple(_layer_block(block) for block in family.blocks),
         block_parameters=tuple(_block_parameters(layer, block) for layer in layers for block in family.blocks),
         per_sample=family.per_sample,
@@ -206,6 +207,11 @@ def check_plain(model: nn.Module) -> None:
     if getattr(model, "_hf_peft_config_loaded", False):
         raise UnsupportedModelError(f"{name} carries PEFT adapters; merge them first (merge_and_unload)")
     for parameter_name, parameter in model.named_parameters():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UnsupportedModelError(
+                f"{parameter_name} has a post-accumulate gradient hook, which would see one sub-batch on "
+                f"one rank; remove it, and step the optimizer after accelerator.backward"
+            )
         if type(parameter) is not nn.Parameter or parameter.is_meta:
             raise UnsupportedModelError(
                 f"{parameter_name} of {name} is a {'meta tensor' if parameter.is_meta else type(parameter).__name__}; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,10 @@ from oases_hf.models.converted import Converted, converted
 from oases_hf.parallel.mesh import Mesh
 from oases_hf.plan import ScheduleName
 
+from .parity import float64_math
+from .reference import label_count, loss_of
+from .tiny import Batch
+
 
 def parallel(
     model: PreTrainedModel, tmp_size: int, schedule: ScheduleName = "oases", sub_batches: int = 2, **options: Any
@@ -23,6 +27,20 @@ def parallel(
     """Convert the model at a uniform degree."""
     plan = Plan(describe(model), tmp_size, (tmp_size,) * block_count(model), schedule, sub_batches)
     return convert(model, Mesh.build(tmp_size), plan, **options)
+
+
+def one_step(model: PreTrainedModel, batches: Sequence[Batch]) -> float:
+    """Run this rank's share of a step on one batch per TMP world; returns its loss, the mean over all their labels."""
+    state = converted(model)
+    world, worlds = state.mesh.data.rank, state.mesh.data.size
+    counts = [label_count(model, rows) for rows in batches]
+    model.zero_grad(set_to_none=True)
+    state.stack.reduce_now = True
+    with float64_math():
+        loss = loss_of(model, batches[world]) * (counts[world] / sum(counts))
+        (loss * worlds).backward()  # what data-parallel ranks average is the sum over worlds
+        state.gradients.finish()
+    return float(state.mesh.data.all_reduce(loss.detach().clone()))
 
 
 def full(model: PreTrainedModel, local: Mapping[str, Tensor]) -> dict[str, Tensor]:

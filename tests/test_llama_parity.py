@@ -11,7 +11,7 @@ import torch
 from oases_hf.models.converted import converted
 from oases_hf.plan import SCHEDULE_NAMES
 
-from .parallel import full_gradients, full_parameters, parallel
+from .parallel import full_gradients, full_parameters, one_step, parallel
 from .parity import GRADIENT_FLOAT32, assert_gradients, assert_loss, assert_updates, float64_math, gradient_deviation
 from .ranks import Worlds
 from .reference import Run, backward, cached, reference
@@ -40,19 +40,6 @@ def expected(attn: Attention, padded: bool, worlds: int) -> Run:
     )
 
 
-def one_step(state: Any, model: Any, data: list[Batch]) -> float:
-    """Run this rank's share of a step whose loss is the mean over the labels of all worlds' batches."""
-    world, worlds = state.mesh.data.rank, state.mesh.data.size
-    counts = [int((b["labels"][:, 1:] != -100).sum()) for b in data]
-    model.zero_grad(set_to_none=True)
-    with float64_math():
-        loss = model(**data[world]).loss * (counts[world] / sum(counts))
-        state.stack.reduce_now = True
-        (loss * worlds).backward()  # what data-parallel ranks average is the sum over worlds
-        state.gradients.finish()
-    return float(state.mesh.data.all_reduce(loss.detach().clone()))
-
-
 def check_every_schedule(tmp_size: int) -> int:
     """On a rank: all schedules, splits, attentions and paddings; returns how many were compared."""
     compared = 0
@@ -63,7 +50,7 @@ def check_every_schedule(tmp_size: int) -> int:
         for schedule, sub_batches, padded in itertools.product(SCHEDULE_NAMES, SUB_BATCHES, (False, True)):
             for defer in (False, True) if sub_batches == 2 else (False,):
                 state.stack.schedule, state.stack.sub_batches, state.stack.defer = schedule, sub_batches, defer
-                loss = one_step(state, model, batches(padded, worlds)[0])
+                loss = one_step(model, batches(padded, worlds)[0])
                 wanted = expected(attn, padded, worlds)
                 assert_loss(loss, wanted.losses[0])
                 assert_gradients(full_gradients(model), wanted.gradients)
@@ -152,7 +139,7 @@ def gradients_with(fault: Fault) -> float:
             **state.gradients.layouts,
             parameter: type(whole)(whole.shape, whole.slices, partial_grad=False),
         }
-    one_step(state, model, data)
+    one_step(model, data)
     if fault == "halved norm":
         layer.input_layernorm.weight.grad.div_(2)
     if fault == "times T":

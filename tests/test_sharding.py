@@ -12,7 +12,7 @@ from torch import Tensor
 from oases_hf.errors import ConfigError
 from oases_hf.models.llama import LLAMA
 from oases_hf.models.shard import Sharder, shard_layer
-from oases_hf.parallel.layers import Link
+from oases_hf.parallel.link import Link
 from oases_hf.parallel.mesh import Axis
 from oases_hf.parallel.sharding import Layout, Slice, Span, bounds, head_share
 

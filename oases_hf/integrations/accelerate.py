@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, DynamoBackend, ParallelismConfig
 from torch import Tensor, nn
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from ..checkpoint import full_state_dict, save_pretrained
@@ -32,6 +27,8 @@ from ..parallel.mesh import Mesh
 from ..plan import Plan, check_schedule_name
 from ..schedule import kind
 from .evaluation import gathering
+from .leaving import end_quietly
+from .optimizers import check_steps, common_scaler, scheduling
 from .overrides import override
 
 RESUME_IS_MISSING = (
@@ -46,9 +43,9 @@ class OasesPlugin(OasesConfig):
 
     In a training loop of one's own::
 
-    accelerator = Accelerator()
-    model = OasesPlugin(degree=2).install(accelerator, model)
-    model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+        accelerator = Accelerator()
+        model = OasesPlugin(degree=2).install(accelerator, model)
+        model, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
     """
 
     def install(self, accelerator: Accelerator, model: PreTrainedModel) -> PreTrainedModel:
@@ -61,13 +58,12 @@ class OasesPlugin(OasesConfig):
             ConfigError: ranks, settings and model do not go together.
             UnsupportedModelError: the model cannot be sharded.
         """
-        _check_accelerator(accelerator)
         check_plain(model)
+        _check_accelerator(accelerator)
         family_of(model.config)
         plan = self.load_plan()
         mesh = Mesh.build(self.tmp_size or self.degree or (plan.tmp_size if plan else None))
         plan = plan or self._uniform_plan(model, mesh)
-        model.to(accelerator.device)
         state = convert(
             model,
             mesh,
@@ -75,13 +71,17 @@ class OasesPlugin(OasesConfig):
             gather_logits=bool(self.gather_logits),
             defer_weight_grads=bool(self.defer_weight_grads),
         )
-        if mesh.world.size > 1 and state.sharded_fraction == 0.0:
+        model.to(accelerator.device)  # sharded first: the whole model may not fit
+        if mesh.tmp.size > 1 and state.sharded_fraction == 0.0:
             raise UnsupportedModelError(
                 f"nothing of {type(model).__name__} was sharded; its declaration matches no layer"
             )
         _neutralise(model)
         _tell_accelerate(accelerator, model, mesh)
         _take_over(accelerator, model, state)
+        if mesh.world.size > 1:
+            check_steps(state)
+        end_quietly()
         if mesh.world.rank == 0:
             print(banner(model, state), flush=True)
         return model
@@ -110,6 +110,8 @@ def banner(model: nn.Module, state: Converted) -> str:
 
 def _check_accelerator(accelerator: Accelerator) -> None:
     """Refuse an Accelerator that does not run plain processes, or that has prepared something already."""
+    if hasattr(accelerator, "oases"):
+        raise ConfigError("this Accelerator has a converted model already; make an Accelerator for each")
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if launched > 1 and accelerator.num_processes == 1:
         raise ConfigError(
@@ -123,7 +125,7 @@ def _check_accelerator(accelerator: Accelerator) -> None:
             f"run `accelerate config` without it, or leave oases out"
         )
     config = accelerator.state.parallelism_config
-    if config is not None and config.total_size > 1 and not getattr(config, "_made_by_oases", False):
+    if config is not None and config.total_size > 1:
         raise ConfigError("the Accelerator has a parallelism_config of its own; leave it out, and set tmp_size instead")
     dynamo = accelerator.state.dynamo_plugin.backend
     if dynamo != DynamoBackend.NO:
@@ -144,10 +146,12 @@ def _tell_accelerate(accelerator: Accelerator, model: PreTrainedModel, mesh: Mes
         return
     # Data parallelism is called dp_shard: Accelerate has no dp_replicate × tp.
     config = ParallelismConfig(tp_size=mesh.tmp.size, dp_shard_size=mesh.data.size)
-    object.__setattr__(config, "_made_by_oases", True)
-    state = AcceleratorState()
-    state.parallelism_config = config
-    state.device_mesh = config.get_device_mesh(accelerator.device.type)
+    # A state of this Accelerator's own: the usual one is shared, and other models of this process have no mesh.
+    own = object.__new__(AcceleratorState)
+    own.__dict__ = dict(accelerator.state.__dict__)
+    own.parallelism_config = config
+    own.device_mesh = config.get_device_mesh(accelerator.device.type)
+    accelerator.state = own
     object.__setattr__(model, "_tp_size", mesh.tmp.size)
     # Accelerate expects DTensors of a model on such a mesh, and says that it skips their preparation.
     logging.getLogger("accelerate.accelerator").addFilter(_is_news)
@@ -163,7 +167,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 def _take_over(accelerator: Accelerator, model: PreTrainedModel, state: Converted) -> None:
     """Replace the methods of this Accelerator that would be wrong on shards."""
     if accelerator.scaler is not None and state.mesh.world.size > 1:
-        accelerator.scaler = _common_scaler(accelerator)
+        accelerator.scaler = common_scaler(accelerator)
     prepare = accelerator.prepare_model
 
     def prepare_model(other: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
@@ -176,13 +180,14 @@ def _take_over(accelerator: Accelerator, model: PreTrainedModel, state: Converte
     def get_state_dict(model: PreTrainedModel, unwrap: bool = True) -> dict[str, Tensor]:
         return full_state_dict(accelerator.unwrap_model(model))
 
+    object.__setattr__(accelerator, "oases", state)
     override(
         accelerator,
         backward=_backward(accelerator, model, state),
         clip_grad_norm_=_clip(accelerator, state),
         gather_for_metrics=gathering(accelerator, state),
         prepare_model=prepare_model,
-        prepare_scheduler=_scheduling(accelerator, state.mesh.data.size),
+        prepare_scheduler=scheduling(accelerator, state.mesh.data.size),
         save_model=save_model,
         get_state_dict=get_state_dict,
         save_state=_refuse_state,
@@ -216,26 +221,6 @@ def _backward(accelerator: Accelerator, model: PreTrainedModel, state: Converted
     return backward
 
 
-def _scheduling(accelerator: Accelerator, worlds: int) -> Callable[[LRScheduler], AcceleratedScheduler]:
-    """Prepare schedulers that step once per TMP world: Accelerate counts processes, as if each had its own batch."""
-    own = accelerator.prepare_scheduler
-
-    def prepare_scheduler(scheduler: LRScheduler) -> AcceleratedScheduler:
-        prepared = own(scheduler)
-        prepared.split_batches = True  # a call is one step, not one per process
-        step_once, end = prepared.step, getattr(scheduler, "total_steps", math.inf)
-
-        def step(*args: Any, **kwargs: Any) -> None:
-            for _ in range(worlds):
-                if scheduler._step_count <= end:  # as in Accelerate: OneCycleLR has no step beyond its last
-                    step_once(*args, **kwargs)
-
-        override(prepared, step=step)
-        return prepared
-
-    return prepare_scheduler
-
-
 def _clip(accelerator: Accelerator, state: Converted) -> Callable[..., Tensor]:
     def clip_grad_norm_(
         parameters: nn.Parameter | Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0
@@ -245,19 +230,6 @@ def _clip(accelerator: Accelerator, state: Converted) -> Callable[..., Tensor]:
         return state.gradients.clip(several, max_norm, norm_type)
 
     return clip_grad_norm_
-
-
-def _common_scaler(accelerator: Accelerator) -> torch.amp.GradScaler:
-    """A gradient scaler whose ranks skip a step together."""
-    own = accelerator.scaler
-    return ShardedGradScaler(
-        device=accelerator.device.type,
-        init_scale=own._init_scale,
-        growth_factor=own._growth_factor,
-        backoff_factor=own._backoff_factor,
-        growth_interval=own._growth_interval,
-        enabled=own._enabled,
-    )
 
 
 def _refuse_state(*_: Any, **__: Any) -> None:
@@ -275,7 +247,7 @@ def _neutralise(model: PreTrainedModel) -> None:
 
     def export(save_directory: str, max_shard_size: int | str | None = None, **kwargs: Any) -> None:
         harmless = {"is_main_process", "safe_serialization", "save_function"}
-        given = {name for name, value in kwargs.items() if value is not None} - harmless
+        given = {name for name, value in kwargs.items() if value} - harmless
         if given:
             raise ConfigError(f"save_pretrained of a converted model does not take {', '.join(sorted(given))}")
         save_pretrained(model, save_directory, MAX_SHARD_SIZE if max_shard_size is None else max_shard_size)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import logging
-import os
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
 
@@ -22,11 +19,12 @@ from ..checkpoint import save_pretrained
 from ..config import OasesConfig
 from ..errors import CheckpointError, ConfigError, UnsupportedModelError
 from ..models.converted import Converted, converted
+from ..models.vocabulary import ignores_num_items
 from ..parallel.equal import make_batch_equal
 from .accelerate import RESUME_IS_MISSING, OasesPlugin
 from .evaluation import own_losses
 from .overrides import override
-from .training_arguments import refuse
+from .training_arguments import concerning, refuse
 
 log = logging.getLogger(__name__)
 
@@ -47,18 +45,19 @@ class OasesCallback(TrainerCallback):
 
     def __init__(self, config: OasesConfig | None = None) -> None:
         self.config = config or OasesConfig()
-        self._attached = False
+        self._trainer: Callable[[], Trainer | None] = lambda: None
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Convert the model; the optimizer is made later."""
-        if not self._attached:
-            self.attach(_trainer_being_built())
+        trainer = _trainer_being_built()
+        if self._trainer() is not trainer:
+            self.attach(trainer)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Refuse to train what was never converted."""
-        if not self._attached:
+        if not hasattr(kwargs.get("model"), "oases"):
             raise ConfigError(
                 "OasesCallback was added to a Trainer that exists already, so its model is not converted; pass it as "
                 "Trainer(callbacks=[OasesCallback()]), or call OasesCallback().attach(trainer) before train()"
@@ -75,8 +74,7 @@ class OasesCallback(TrainerCallback):
         settings = {setting.name: getattr(self.config, setting.name) for setting in fields(self.config)}
         OasesPlugin(**settings).install(trainer.accelerator, model)
         _take_over(trainer, model, converted(model))
-        _end_quietly()
-        self._attached = True
+        self._trainer = weakref.ref(trainer)
 
 
 def _trainer_being_built() -> Trainer:
@@ -93,6 +91,9 @@ def _trainer_being_built() -> Trainer:
 def _check_trainer(trainer: Trainer) -> None:
     """Refuse what would undo the conversion, before weights move; raises ConfigError."""
     refuse(trainer.args)
+    if trainer.args.process_index == 0:
+        for row in concerning(trainer.args, "neutralised"):
+            log.warning("no effect: %s", row.message(trainer.args))
     if trainer.model_init is not None:
         raise ConfigError("model_init builds the model anew in train(), unsharded; pass model= instead")
     if trainer.optimizer is not None or trainer.lr_scheduler is not None:
@@ -108,13 +109,16 @@ def _take_over(trainer: Trainer, model: PreTrainedModel, state: Converted) -> No
     if trainer.label_smoother is not None and trainer.compute_loss_func is None and state.vocabulary.loss is not None:
         state.vocabulary.smoothing = trainer.label_smoother.epsilon
         trainer.label_smoother = None
+    if ignores_num_items(model):
+        # Trainer takes its loss for one divided by the tokens of the whole step, and would scale it accordingly.
+        trainer.model_accepts_loss_kwargs = False
     override(
         trainer,
         save_model=functools.partial(_save_model, trainer, model),
         get_batch_samples=_sharing_batches(trainer, state),
         prediction_step=own_losses(trainer, state),
         _track_num_input_tokens=_counting_once(trainer, state.mesh.tmp.size),
-        _save_optimizer_and_scheduler=_say_that_resume_is_missing,
+        _save_optimizer_and_scheduler=functools.partial(_say_that_resume_is_missing, trainer.args),
         _load_from_checkpoint=_refuse_resume,
         _load_optimizer_and_scheduler=_refuse_resume_when_given,
         _load_best_model=_refuse_resume,
@@ -127,12 +131,11 @@ def _save_model(
     """Export the model, tokenizer and arguments; all ranks call it."""
     folder = Path(output_dir or trainer.args.output_dir or ".")
     save_pretrained(model, folder)
-    if not trainer.args.should_save:
-        return
     processor = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
-    if processor is not None:
-        processor.save_pretrained(folder)
-    torch.save(trainer.args, folder / TRAINING_ARGS_NAME)
+    if trainer.args.should_save:
+        if processor is not None:
+            processor.save_pretrained(folder)
+        torch.save(trainer.args, folder / TRAINING_ARGS_NAME)
     if trainer.args.push_to_hub and not _internal_call:
         trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
 
@@ -168,8 +171,8 @@ def _counting_once(trainer: Trainer, tmp_size: int) -> Callable[[Any], None]:
     return track
 
 
-def _say_that_resume_is_missing(output_dir: str) -> None:
-    if int(os.environ.get("RANK", "0")) == 0:
+def _say_that_resume_is_missing(args: TrainingArguments, output_dir: str) -> None:
+    if args.process_index == 0:
         log.warning("%s holds an export of the model, no optimizer: %s", output_dir, RESUME_IS_MISSING)
 
 
@@ -180,24 +183,3 @@ def _refuse_resume(*_: Any, **__: Any) -> None:
 def _refuse_resume_when_given(checkpoint: str | None) -> None:
     if checkpoint is not None:
         _refuse_resume()
-
-
-def _end_quietly() -> None:
-    """Leave the process group in order when the process ends; after an error, leave at once and say which rank."""
-    if not dist.is_initialized():
-        return
-    own_hook, rank = sys.excepthook, dist.get_rank()
-    failed = False
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        nonlocal failed
-        failed = True
-        own_hook(kind, error, trace)
-        print(f"oases: rank {rank} failed: {kind.__name__}: {error}", file=sys.stderr, flush=True)
-
-    def leave() -> None:
-        if dist.is_initialized() and not failed:
-            dist.destroy_process_group()
-
-    sys.excepthook = hook
-    atexit.register(leave)

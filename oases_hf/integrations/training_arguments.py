@@ -165,7 +165,7 @@ _MODEL = (
     neutralised(
         "activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs",
         "every block recomputes or keeps its activations as the plan says, and checkpointing would recompute twice",
-        "choose with OasesConfig(recompute=...) instead",
+        "leave them out; nothing else is needed to save that memory",
     ),
     refused(
         "use_liger_kernel",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import UnsupportedModelError
 from ..parallel.gradients import GradientSync
@@ -21,10 +22,18 @@ class Converted:
     """The state of a converted model.
 
     Attributes:
+        mesh: the ranks.
+        replaced: the whole parameters that gave way to parts, while somebody still holds them.
+        plan: what was done.
+        family: the declaration that the model was converted by.
+        stack: the layers, as they run.
+        gradients: who completes gradients.
+        vocabulary: what is split by words.
         layouts: how each parameter, by its name in ``state_dict``, is spread over the TMP world.
     """
 
     mesh: Mesh
+    replaced: WeakIdKeyDictionary
     plan: Plan
     family: Family
     layouts: dict[str, Layout]
@@ -35,7 +44,7 @@ class Converted:
     @property
     def sharded_fraction(self) -> float:
         """The share of the model's parameters, by number, that ranks split among them."""
-        sizes = [(layout.numel, layout.sharded) for layout in self.gradients.layouts.values()]
+        sizes = [(layout.numel, len(set(layout.slices)) > 1) for layout in self.gradients.layouts.values()]
         return sum(n for n, sharded in sizes if sharded) / max(1, sum(n for n, _ in sizes))
 
 

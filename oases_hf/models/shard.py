@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import UnsupportedModelError
@@ -20,16 +21,17 @@ class Sharder:
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._parts: dict[nn.Parameter, nn.Parameter] = {}
+        # Weak: a whole parameter goes when its last module has the part, so no second model stays in memory.
+        self.replaced = WeakIdKeyDictionary()
         self.layouts: dict[nn.Parameter, Layout] = {}
 
     def __call__(self, module: nn.Module, name: str, layout: Layout) -> None:
         """Replace parameter ``name`` of ``module``."""
         whole = getattr(module, name)
-        part = self._parts.get(whole)
+        part: nn.Parameter | None = self.replaced.get(whole)
         if part is None:
             part = nn.Parameter(layout.local(whole.detach(), self._rank), requires_grad=whole.requires_grad)
-            self._parts[whole] = part
+            self.replaced[whole] = part
             self.layouts[part] = layout
         setattr(module, name, part)
 
@@ -37,8 +39,8 @@ class Sharder:
         """Let every module that shares a replaced parameter have the part."""
         for module in model.modules():
             for name, parameter in module._parameters.items():
-                if parameter in self._parts:
-                    module._parameters[name] = self._parts[parameter]
+                if parameter is not None and parameter in self.replaced:
+                    module._parameters[name] = self.replaced[parameter]
 
 
 def check_layer(layer: nn.Module, family: Family) -> None:

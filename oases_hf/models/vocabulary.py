@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -95,7 +95,8 @@ class Vocabulary:
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
             given = signature.bind_partial(module, *args, **kwargs).arguments
             labels = given.get("labels")
-            self._local = self.loss is not None and labels is not None
+            own = self.loss == "masked" or (self.loss == "causal" and module.loss_function == self.causal_loss)
+            self._local = own and labels is not None
             if not self._local or self.loss == "causal":
                 return None
             # HF's masked models compute their loss in forward, from whole logits: they get no labels.
@@ -104,18 +105,17 @@ class Vocabulary:
             return (), {**given.pop("kwargs", {}), **given, "labels": None}
 
         def after(module: nn.Module, args: Any, output: Any) -> Any:
-            if not self._local:
+            (local, labels), self._local, self._labels = (self._local, self._labels), False, None
+            if not local or output is None:  # None: the forward failed
                 return output
-            self._local = False
             change = self.gathered if self.gather_logits or not module.training else None
-            if self.loss == "causal":
-                return _with_logits(output, change)
-            labels, self._labels = cast(Tensor, self._labels), None
-            local = output[0] if isinstance(output, tuple) else output["logits"]
-            return _with_logits(_with_loss(output, self._masked_loss(local, labels)), change)
+            if labels is not None:
+                logits = output[0] if isinstance(output, tuple) else output["logits"]
+                output = _with_loss(output, self._masked_loss(logits, labels))
+            return _with_logits(output, change)
 
         model.register_forward_pre_hook(before, with_kwargs=True)
-        model.register_forward_hook(after)
+        model.register_forward_hook(after, always_call=True)
 
     def _masked_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The cross entropy of each labelled token, on local logits ``[B, S, x_V]``; labels ``[B, S]``."""
@@ -148,15 +148,28 @@ class Vocabulary:
         )
 
 
+def ignores_num_items(model: PreTrainedModel) -> bool:
+    """Whether ``model`` takes ``num_items_in_batch`` and returns the mean over its batch all the same.
+
+    So do HF's forwards without a language modelling head: they take any argument, and do not hand it to their loss.
+    """
+    head = _hf_head(model)
+    return head is not None and not head.endswith(("ForCausalLM", "LMHeadModel", "ForMaskedLM"))
+
+
 def _loss_of(model: PreTrainedModel) -> Literal["causal", "masked"] | None:
     """The loss of a model whose forward is HF's own; None for any other."""
-    owner = next(c for c in type(model).__mro__ if "forward" in vars(c))
-    if not owner.__module__.startswith("transformers."):
-        return None
-    if owner.__name__.endswith("ForMaskedLM"):
+    head = _hf_head(model) or ""
+    if head.endswith("ForMaskedLM"):
         return "masked"
-    causal = owner.__name__.endswith(("ForCausalLM", "LMHeadModel"))
+    causal = head.endswith(("ForCausalLM", "LMHeadModel"))
     return "causal" if causal and model.loss_function is ForCausalLMLoss else None
+
+
+def _hf_head(model: PreTrainedModel) -> str | None:
+    """The name of the class whose forward ``model`` has; None when it is not one of HF's."""
+    owner = next(c for c in type(model).__mro__ if "forward" in vars(c))
+    return owner.__name__ if owner.__module__.startswith("transformers.") else None
 
 
 def _with_loss(output: Any, loss: Tensor) -> Any:

@@ -9,12 +9,12 @@ backward is done, when the executor says so.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..errors import BackwardError, ConfigError
 from .mesh import Mesh, Pending
 from .sharding import Layout
 
@@ -25,16 +25,33 @@ class GradientSync:
     Args:
         mesh: the ranks.
         layouts: every parameter of the model and how it is spread over the TMP world.
+
+    Attributes:
+        complete: no gradient is a rank's share of a sum, or of an average.
+        early: reductions may start before :meth:`finish`.
     """
 
     def __init__(self, mesh: Mesh, layouts: Mapping[nn.Parameter, Layout]) -> None:
         self.mesh = mesh
         self.layouts = layouts
-        self._pending: dict[nn.Parameter, Pending] = {}
+        self.complete = True
+        self.early = True
+        self._pending: dict[nn.Parameter, tuple[Pending, int]] = {}
         self._finished = False
+
+    def begin(self) -> None:
+        """Note that a backward adds shares to gradients, which :meth:`finish` has to complete."""
+        self.complete = False
+
+    def not_early(self) -> None:
+        """Let no reduction start before :meth:`finish` of this step: something may add to gradients until then."""
+        self.early = False
 
     def reopen(self) -> None:
         """Let another backward add to gradients that are finished; call it before each, it does nothing otherwise."""
+        for work, _ in self._pending.values():  # of a step whose backward failed
+            work.wait()
+        self._pending.clear()
         if not self._finished:
             return
         self._finished = False
@@ -46,7 +63,7 @@ class GradientSync:
 
     def start(self, parameters: Iterable[nn.Parameter]) -> None:
         """Start averaging the gradients of ``parameters``, complete within the TMP world, over data-parallel ranks."""
-        if self.mesh.data.size == 1:
+        if self.mesh.data.size == 1 or not self.early:
             return
         for parameter in parameters:
             if parameter.grad is not None and not self.layouts[parameter].partial_grad:
@@ -54,20 +71,25 @@ class GradientSync:
 
     def _start(self, parameter: nn.Parameter, grad: Tensor) -> None:
         grad.div_(self.mesh.data.size)
-        self._pending[parameter] = self.mesh.data.start_all_reduce(grad)
+        self._pending[parameter] = self.mesh.data.start_all_reduce(grad), grad._version
 
     def finish(self) -> None:
         """Make every gradient what one process would have, after a step's last backward."""
-        self._finished = True
         self._agree_on_missing()
         self._sum_partial()
         if self.mesh.data.size > 1:
-            for parameter in self.layouts:
-                if parameter.grad is not None and parameter not in self._pending:
+            for parameter, layout in self.layouts.items():
+                if parameter.grad is not None and parameter not in self._pending and not layout.partial_grad:
                     self._start(parameter, parameter.grad)
-        for work in self._pending.values():
+        pending, self._pending = self._pending, {}
+        for parameter, (work, version) in pending.items():
             work.wait()
-        self._pending.clear()
+            if parameter.grad is None or parameter.grad._version != version:
+                raise BackwardError(
+                    "a gradient changed after its reduction over data-parallel ranks had started; add terms of the "
+                    "loss that do not go through the model in a backward of their own, before the model's"
+                )
+        self._finished = self.complete = self.early = True
 
     def _agree_on_missing(self) -> None:
         """Give a zero gradient to parameters that some other rank has a gradient of."""
@@ -82,8 +104,7 @@ class GradientSync:
                 parameter.grad = torch.zeros_like(parameter)
 
     def _sum_partial(self) -> None:
-        tmp = self.mesh.tmp
-        if tmp.group is None:
+        if self.mesh.world.group is None:
             return
         by_dtype: dict[torch.dtype, list[tuple[Tensor, Layout]]] = {}
         for parameter, layout in self.layouts.items():
@@ -110,15 +131,28 @@ class GradientSync:
         return tmp.all_reduce((norms**norm_type / holders).sum()) ** (1.0 / norm_type)
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale the gradients of ``parameters`` so that their norm is at most ``max_norm``; returns the norm before."""
+        """Scale the gradients of ``parameters`` so that their norm is at most ``max_norm``; returns the norm before.
+
+        Raises:
+            ConfigError: a parameter is not the model's.
+        """
         parameters = list(parameters)
+        for parameter in parameters:
+            if parameter not in self.layouts:
+                raise ConfigError(
+                    f"a parameter of shape {tuple(parameter.shape)} is not one of the converted model's; "
+                    f"clip model.parameters() alone, and make other modules part of the model before it is converted"
+                )
         total = self.norm(parameters, norm_type)
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total
 
 
 def _sum_bucket(shares: list[tuple[Tensor, Layout]], mesh: Mesh) -> None:
-    """Sum gradients over the TMP world in the coordinates of the full tensors, all in one all-reduce."""
+    """Sum gradients over the TMP world and average them over data-parallel ranks, all in one all-reduce.
+
+    The bucket has the coordinates of the full tensors.
+    """
     rank = mesh.tmp.rank
     sizes = [layout.numel for _, layout in shares]
     bucket = shares[0][0].new_zeros(sum(sizes))
@@ -128,11 +162,6 @@ def _sum_bucket(shares: list[tuple[Tensor, Layout]], mesh: Mesh) -> None:
             layout.slices[rank].put(whole, grad)
         else:
             whole.copy_(grad)
-    mesh.tmp.all_reduce(bucket)
+    (mesh.tmp if mesh.data.size == 1 else mesh.world).all_reduce(bucket.div_(mesh.data.size))
     for whole, (grad, layout) in zip(full, shares, strict=True):
         grad.copy_(layout.local(whole, rank))
-
-
-def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """The parameters of several modules, each once."""
-    return list(dict.fromkeys(chain.from_iterable(module.parameters() for module in modules)))

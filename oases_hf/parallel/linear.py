@@ -49,26 +49,44 @@ def _add_weight_grad(
             bias.grad = total if bias.grad is None else bias.grad.add_(total)
 
 
-class _DeferredLinear(torch.autograd.Function):
-    """A linear layer whose backward returns the input's gradient and puts the weight's off."""
+class _Linear(torch.autograd.Function):
+    """A linear layer that does not compute an output nobody reads, or puts its weight gradient off."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool, put_off: PutOff
+        ctx: Any,
+        x: Tensor,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        transposed: bool,
+        put_off: PutOff | None,
+        unread: bool,
     ) -> Tensor:
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
         x, cast_weight = x.to(dtype), (weight.t() if transposed else weight).to(dtype)
         ctx.save_for_backward(x, cast_weight)
-        ctx.put_off, ctx.add = put_off, partial(_add_weight_grad, weight, bias, transposed, x)
+        ctx.transposed, ctx.put_off = transposed, put_off
+        ctx.add = partial(_add_weight_grad, weight, bias, transposed, x) if put_off is not None else None
+        if unread:
+            return x.new_zeros(1).expand(*x.shape[:-1], cast_weight.shape[0])
         return F.linear(x, cast_weight, None if bias is None else bias.to(dtype))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        _, weight = ctx.saved_tensors
-        ctx.put_off.append(partial(ctx.add, grads[0]))
-        return grads[0] @ weight, None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (x, weight) = grads, ctx.saved_tensors
+        of_weight = of_bias = None
+        if ctx.add is not None:
+            ctx.put_off.append(partial(ctx.add, grad))
+        else:
+            rows = grad.flatten(0, -2)
+            if ctx.needs_input_grad[1]:
+                of_weight = rows.t() @ x.flatten(0, -2)
+                of_weight = of_weight.t() if ctx.transposed else of_weight
+            if ctx.needs_input_grad[2]:
+                of_bias = rows.sum(0)
+        return grad @ weight, of_weight, of_bias, None, None, None
 
 
 def _hooked(parameter: nn.Parameter) -> bool:
@@ -84,12 +102,13 @@ class _Parallel(nn.Module):
     link: Link
     transposed: bool
 
-    def apply_to(self, x: Tensor, bias: nn.Parameter | None) -> Tensor:
-        """The layer on ``x``, its weight gradient put off when the link asks for that."""
+    def apply_to(self, x: Tensor, bias: nn.Parameter | None, unread: bool = False) -> Tensor:
+        """The layer on ``x``, its weight gradient put off when the link asks for that; a stand-in if ``unread``."""
         weight, put_off = self.weight, self.link.put_off
-        deferrable = weight.requires_grad and not any(_hooked(p) for p in (weight, bias) if p is not None)
-        if put_off is not None and torch.is_grad_enabled() and deferrable:
-            return apply(_DeferredLinear, x, weight, bias, self.transposed, put_off)
+        if not weight.requires_grad or any(_hooked(p) for p in (weight, bias) if p is not None):
+            put_off = None
+        if torch.is_grad_enabled() and (put_off is not None or unread):
+            return apply(_Linear, x, weight, bias, self.transposed, put_off, unread)
         return F.linear(x, weight.t() if self.transposed else weight, bias)
 
 
@@ -109,7 +128,7 @@ class RowParallel(_Parallel):
 
     def project(self, x: Tensor) -> Tensor:
         """This rank's share of the sum: ``[..., x_F]`` to ``[..., H]``."""
-        return self.apply_to(x, self.bias if self.link.axis.rank == 0 else None)
+        return self.apply_to(x, self.bias if self.link.axis.rank == 0 else None, self.link.unread)
 
     def forward(self, x: Tensor) -> Tensor:
         """``[B, S, x_F]`` to ``[B, S, H]``; to a stand-in when the executor will project it in pieces."""

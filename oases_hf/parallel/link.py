@@ -29,6 +29,7 @@ class Link:
         managed: the executor owns the collectives.
         captured: where row-parallel layers put their input instead of projecting it.
         put_off: where linear layers put the work of their weight gradients.
+        unread: nobody reads what row-parallel layers return; they record it for backward only.
         seed: what dropout masks that all ranks have in common are drawn from.
     """
 
@@ -36,6 +37,7 @@ class Link:
     managed: bool = False
     captured: list[Captured] | None = None
     put_off: list[Callable[[], None]] | None = None
+    unread: bool = False
     seed: str = ""
     _draws: int = 0
 
@@ -44,15 +46,17 @@ class Link:
         self,
         captured: list[Captured] | None = None,
         put_off: list[Callable[[], None]] | None = None,
+        unread: bool = False,
         seed: str = "",
     ) -> Iterator[None]:
         """Let the executor own the collectives of the layers called inside; it draws masks from ``seed``."""
-        before = self.managed, self.captured, self.put_off, self.seed, self._draws
-        self.managed, self.captured, self.put_off, self.seed, self._draws = True, captured, put_off, seed, 0
+        before = self.managed, self.captured, self.put_off, self.unread, self.seed, self._draws
+        self.managed, self.captured, self.put_off, self.unread = True, captured, put_off, unread
+        self.seed, self._draws = seed, 0
         try:
             yield
         finally:
-            self.managed, self.captured, self.put_off, self.seed, self._draws = before
+            self.managed, self.captured, self.put_off, self.unread, self.seed, self._draws = before
 
     def next_seed(self) -> int:
         """The seed of the next mask; ranks that draw equally often get equal ones."""

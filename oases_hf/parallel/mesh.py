@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from ..errors import ConfigError, DistributedError
+from ..errors import ConfigError, DistributedError, UnsupportedModelError
 
 RENDEZVOUS_TIMEOUT_S = 20.0
 
@@ -56,6 +56,10 @@ class Axis:
     rank: int
     group: dist.ProcessGroup | None
     traffic: Traffic = field(default_factory=Traffic)
+
+    def __deepcopy__(self, memo: object) -> Axis:
+        """Refuse: the copy of a model would share its hooks and its ranks with the original."""
+        raise UnsupportedModelError("a converted model cannot be copied; copy the model before it is converted")
 
     @property
     def size(self) -> int:
@@ -152,9 +156,12 @@ class Mesh:
             store.wait(list(places.values()), timedelta(seconds=RENDEZVOUS_TIMEOUT_S))
         except RuntimeError as error:
             missing = ", ".join(str(rank) for rank, place in places.items() if not store.check([place]))
+            # Whoever comes later waits for this rank again.
+            store.delete_key(places[self.world.rank])
+            self.meetings -= 1
             raise DistributedError(
                 f"{what} must be called on every rank; of the {self.world.size} ranks, {missing} did not call it "
-                f"within {RENDEZVOUS_TIMEOUT_S:g} s. Remove the `if rank == 0` around it"
+                f"within {RENDEZVOUS_TIMEOUT_S:g} s. Remove the `if rank == 0` around it, or what keeps them so long"
             ) from error
 
 
@@ -164,7 +171,14 @@ def _axis(partition: list[list[int]], rank: int, backend: str | None = None) -> 
     for ranks in partition:
         if len(ranks) == 1:
             continue
-        group = dist.new_group(ranks, backend=backend)
+        group = dist.new_group(ranks, timeout=_world_timeout(), backend=backend)
         if rank in ranks:
             mine = Axis(tuple(ranks), ranks.index(rank), group)
     return mine
+
+
+def _world_timeout() -> timedelta:
+    """The time limit of collectives that the process group was started with."""
+    device = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    limit: timedelta = dist.group.WORLD._get_backend(device).options._timeout  # type: ignore[union-attr]
+    return limit

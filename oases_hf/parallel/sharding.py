@@ -84,7 +84,9 @@ class Slice:
         return sum(span.size for span in self.spans)
 
     def of(self, full: Tensor) -> Tensor:
-        """The part of ``full`` that this slice names; a copy, contiguous."""
+        """The part of ``full`` that this slice names, contiguous; a copy unless it is all of it."""
+        if self.spans == (Span(0, full.shape[self.dim]),):
+            return full.contiguous()
         return torch.cat([full.narrow(self.dim, span.lo, span.size) for span in self.spans], self.dim).contiguous()
 
     def put(self, full: Tensor, part: Tensor) -> None:

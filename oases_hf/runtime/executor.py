@@ -7,13 +7,12 @@ a sub-batch is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import assert_never
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..parallel.gradients import GradientSync
 from ..parallel.linear import Captured, PutOff
@@ -37,83 +36,9 @@ from ..schedule import (
     to_text,
 )
 from ..schedule.instructions import Tensor as TensorName
+from .block import Autocast, Block, Graph, Inner
 
 Key = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Block:
-    """One block of a stack, ready to run.
-
-    Attributes:
-        name: where it is in the model, for messages.
-        partial: maps a hidden ``[b, S, H]`` and a sub-batch number to this rank's share of the output.
-        parameters: the parameters it uses.
-        norm: what the reduced output goes through; None when it is just added to the stream.
-        norm_of_sum: the norm is of the stream and the output together, not of the output alone.
-    """
-
-    name: str
-    partial: Callable[[Tensor, int], Tensor]
-    parameters: tuple[nn.Parameter, ...]
-    norm: Callable[[Tensor], Tensor] | None = None
-    norm_of_sum: bool = False
-
-    def join(self, hidden: Tensor, reduced: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The stream behind the block, and what its norm was of, which backward needs."""
-        if self.norm is None:
-            return hidden + reduced, None
-        if self.norm_of_sum:
-            total = hidden + reduced
-            return self.norm(total), total
-        return hidden + self.norm(reduced), reduced
-
-
-@dataclass
-class _Graph:
-    """A recomputed block: its input, and its outputs by piece."""
-
-    leaf: Tensor
-    outputs: dict[int, Tensor] = field(default_factory=dict)
-
-
-@dataclass
-class _Inner:
-    """A block computed up to its row-parallel projections: what each is applied to, in pieces of tokens."""
-
-    shape: torch.Size
-    captured: list[Captured]
-    pieces: list[tuple[Tensor, ...]]
-
-    def project(self, piece: int) -> Tensor:
-        """The share of one piece, ``[tokens, H]``."""
-        shares = [captured.layer.project(x[piece]) for captured, x in zip(self.captured, self.pieces, strict=True)]
-        first, *rest = [
-            y if c.dropout is None else c.dropout.drop(y) for c, y in zip(self.captured, shares, strict=True)
-        ]
-        for other in rest:
-            first = first + other
-        return first
-
-
-@dataclass(frozen=True)
-class Autocast:
-    """The autocast state of a forward, to be put back in its recompute."""
-
-    device: str
-    enabled: bool
-    dtype: torch.dtype
-    cache: bool
-
-    @classmethod
-    def of(cls, device: str) -> Autocast:
-        """The state now."""
-        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        return cls(device, enabled, dtype, torch.is_autocast_cache_enabled())
-
-    def again(self) -> torch.autocast:
-        """A context in which that state holds."""
-        return torch.autocast(self.device, self.dtype, self.enabled, self.cache)
 
 
 class Run:
@@ -155,8 +80,8 @@ class Run:
         self._inputs: dict[Key, Tensor] = {}
         self._joins: dict[Key, Tensor] = {}
         self._partials: dict[Collective, Tensor] = {}
-        self._inners: dict[Collective, _Inner] = {}
-        self._graphs: dict[Key, _Graph] = {}
+        self._inners: dict[Collective, Inner] = {}
+        self._graphs: dict[Key, Graph] = {}
         self._put_off: dict[Key, PutOff] = {}
         self._grads: dict[int, Tensor] = {}
         self._flying: dict[Collective, tuple[Tensor, Pending]] = {}
@@ -212,8 +137,9 @@ class Run:
             case BackwardInput(block, k):
                 self._backward((block, k))
             case BackwardWeight(block, k):
-                for add_weight_grad in self._put_off.pop((block, k)):
-                    add_weight_grad()
+                put_off = self._put_off.pop((block, k))
+                while put_off:  # emptied: what is put off refers to the graph, and the graph to the list
+                    put_off.pop(0)()
             case ReduceGrads(block):
                 self._gradients.start(self._blocks[block].parameters)
             case _:
@@ -234,7 +160,7 @@ class Run:
             with torch.no_grad(), self._autocast.again():
                 self._inputs[key] = before(self._joins[op.block - 1, op.sub_batch])
         leaf = self._inputs[key].detach().requires_grad_()
-        self._graphs[key] = _Graph(leaf)
+        self._graphs[key] = Graph(leaf)
         if self._deferring:
             self._put_off[key] = []
         with torch.enable_grad():
@@ -250,13 +176,15 @@ class Run:
         key = (op.block, op.sub_batch)
         first = Collective(*key, tensor, 0, op.pieces)
         captured: list[Captured] | None = [] if op.pieces > 1 else None
-        with self._inside(key, tensor, x.device, captured):
+        # Of a recompute that is not sent, only the graph is of use: its last matmul is spared.
+        unread = captured is None and tensor == "recomputed" and first not in self._sent
+        with self._inside(key, tensor, x.device, captured, unread=unread):
             share = self._blocks[op.block].partial(x, op.sub_batch)
         if captured is None:
             self._made(first, share)
         else:
             pieces = [each.x.flatten(0, -2).tensor_split(op.pieces) for each in captured]
-            self._inners[first] = _Inner(x.shape, captured, pieces)
+            self._inners[first] = Inner(x.shape, captured, pieces)
 
     def _project(self, collective: Collective) -> None:
         inner = self._inners[collective.siblings()[0]]
@@ -281,6 +209,8 @@ class Run:
         tensor: TensorName,
         device: torch.device,
         captured: list[Captured] | None = None,
+        *,
+        unread: bool = False,
         piece: int = 0,
     ) -> Iterator[None]:
         """The state in which a block computes: the same in recompute as in forward."""
@@ -289,7 +219,7 @@ class Run:
             if self._seeds is not None:
                 own = self._seeds.own(self._number, *key, piece)
                 shared = self._seeds.shared(self._number, *key, piece)
-            stack.enter_context(self._link.executing(captured, self._put_off.get(key), shared))
+            stack.enter_context(self._link.executing(captured, self._put_off.get(key), unread, shared))
             stack.enter_context(seeded(own, device))
             if tensor == "recomputed":
                 stack.enter_context(self._autocast.again())

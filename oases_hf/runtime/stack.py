@@ -31,7 +31,8 @@ from ..schedule import (
     reduce_grads,
     without_backward_below,
 )
-from .executor import Block, Run
+from .block import Block
+from .executor import Run
 from .node import run_recorded
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class Stack:
 
     Attributes:
         path: where the stack is in the model, for messages.
+        layers: returns the layers.
         blocks: the blocks of a layer, in order.
         block_parameters: the parameters of each block of the whole stack, in order.
         per_sample: names of the layers' arguments whose first dimension is the batch.
@@ -75,6 +77,7 @@ class Stack:
     """
 
     path: str
+    layers: Callable[[], Sequence[nn.Module]]
     blocks: tuple[LayerBlock, ...]
     block_parameters: tuple[tuple[nn.Parameter, ...], ...]
     per_sample: tuple[str, ...]
@@ -98,7 +101,12 @@ class Stack:
         capturing = any(_wants(module, kwargs, what) for what in ("output_hidden_states", "output_attentions"))
         if capturing:
             self._say("hidden states or attentions are asked for: layers run one by one, without overlap")
-        self._inside = not capturing and not self.plain
+        hooked = any(_is_hooked(layer) for layer in self.layers())
+        if hooked:
+            self._say("a layer has hooks of its own: layers run one by one, without overlap")
+        self._inside = not (capturing or hooked or self.plain)
+        if not self._inside and torch.is_grad_enabled():
+            self.gradients.not_early()
         self.training = module.training
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -110,6 +118,7 @@ class Stack:
         contexts = [{**dict(zip(self.positional, args, strict=False)), **kwargs} for args, kwargs in calls]
         if any(contexts[0].get(name) is not None for name in self.cache):
             if torch.is_grad_enabled():
+                self.gradients.not_early()
                 self._say("a key/value cache is in use: no overlap; pass use_cache=False when training")
             for layer, (args, kwargs) in zip(layers, calls, strict=True):
                 hidden = layer(hidden, *args, **kwargs)
@@ -149,6 +158,7 @@ class Stack:
     def _backward_ops(self, schedules: tuple[Schedule, Schedule], run: Run) -> Sequence[Instruction]:
         """The backward half: with early reduction when no other run's backward adds to the same gradients."""
         self._live.discard(run)
+        self.gradients.begin()
         early = self.reduce_now and not self._live
         return schedules[early].backward
 
@@ -200,6 +210,12 @@ def _partial(run: Callable[..., Tensor], layer: nn.Module, contexts: list[dict[s
 def _wants(module: nn.Module, kwargs: Mapping[str, Any], what: str) -> bool:
     asked = kwargs.get(what)
     return bool(getattr(module.config, what, False) if asked is None else asked)
+
+
+def _is_hooked(layer: nn.Module) -> bool:
+    """Whether somebody watches a layer's calls, which the executor does not make; HF's own captures are asked for."""
+    hooks = (*layer._forward_hooks.values(), *layer._forward_pre_hooks.values(), *layer._backward_hooks.values())
+    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
 
 
 def _sliceable(value: Any) -> bool:

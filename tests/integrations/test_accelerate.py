@@ -13,6 +13,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
+from oases_hf.errors import BackwardError
 from oases_hf.models.converted import converted
 
 from ..parity import assert_gradients, assert_loss, assert_updates
@@ -183,3 +184,17 @@ def test_scaled_gradients_are_clipped_as_in_one_process(ranks: Worlds) -> None:
         assert (scaler, scale, moved) == (True, 2.0**10, True)
         for name, value in expected.items():
             torch.testing.assert_close(end[name], value, rtol=1e-6, atol=1e-7)
+
+
+def plain_backward() -> str:
+    _, model = set_up({"tmp_size": 2})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(**batch(4, 8)).loss.backward()
+    with pytest.raises(BackwardError) as raised:
+        optimizer.step()
+    return str(raised.value)
+
+
+def test_a_step_on_gradients_that_were_never_summed_is_refused(ranks: Worlds) -> None:
+    for message in ranks(2).run(plain_backward):
+        assert "call accelerator.backward(loss), not loss.backward()" in message

@@ -141,7 +141,7 @@ REFUSALS = {
     "other linears": Refusal(
         partial(in_a_loop, with_other_linears),
         2,
-        "UnsupportedModelError: mlp.up_proj is a Rounded, not an nn.Linear",
+        "UnsupportedModelError: mlp.up_proj is a Rounded, neither nn.Linear nor Conv1D",
     ),
     "meta tensors": Refusal(
         partial(in_a_loop, on_the_meta_device), 2, "UnsupportedModelError: .*is a meta tensor; load the model whole"

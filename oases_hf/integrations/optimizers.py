@@ -1,0 +1,100 @@
+"""Optimizers, schedulers and gradient scalers around a sharded model."""
+
+from __future__ import annotations
+
+import logging
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.scheduler import AcceleratedScheduler
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..errors import BackwardError, ConfigError
+from ..models.converted import Converted
+from .overrides import override
+
+log = logging.getLogger(__name__)
+
+# Parts of the names of optimizers that look at whole tensors; training_arguments.py has the reasons and figures.
+_WHOLE = "adafactor muon lbfgs galore apollo lomo 8bit 4bit stableadamw grokadamw shampoo soap"
+NOT_ELEMENTWISE = frozenset(_WHOLE.split())
+
+
+def check_steps(state: Converted) -> None:
+    """Have every optimizer of this process checked before it steps, if it holds parameters of this model.
+
+    The step then raises ConfigError for an optimizer that was made before the model was sharded, or
+    that looks at whole tensors, and BackwardError for gradients that are not summed over the ranks.
+    """
+    living = weakref.ref(state)  # the hook outlives the model
+    seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        state = living()
+        if state is None:
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(p in state.replaced for p in parameters):
+            raise ConfigError(
+                "an optimizer holds parameters from before the model was sharded, which train nothing; "
+                "make it after OasesPlugin().install, from model.parameters()"
+            )
+        if not any(p in state.gradients.layouts for p in parameters):
+            return
+        if optimizer not in seen:
+            seen.add(optimizer)
+            _check_kind(type(optimizer))
+        if not state.gradients.complete:
+            raise BackwardError(
+                "an optimizer steps on gradients that were never summed over the ranks; call "
+                "accelerator.backward(loss), not loss.backward(), and step when accelerator.sync_gradients is true"
+            )
+
+    register_optimizer_step_pre_hook(before_step)
+
+
+def _check_kind(kind: type[torch.optim.Optimizer]) -> None:
+    name = kind.__name__
+    if any(part in name.lower() for part in NOT_ELEMENTWISE):
+        raise ConfigError(f"{name} looks at whole tensors, and ranks hold parts of them; use AdamW or SGD, for example")
+    if not kind.__module__.startswith("torch.optim"):
+        log.warning("%s steps on parts of tensors; right only if it treats every element alike (said once)", name)
+
+
+def scheduling(accelerator: Accelerator, worlds: int) -> Callable[[LRScheduler], AcceleratedScheduler]:
+    """Prepare schedulers that step once per TMP world: Accelerate counts processes, as if each had its own batch."""
+    own = accelerator.prepare_scheduler
+
+    def prepare_scheduler(scheduler: LRScheduler) -> AcceleratedScheduler:
+        prepared = own(scheduler)
+        prepared.split_batches = True  # a call is one step, not one per process
+        step_once, end = prepared.step, getattr(scheduler, "total_steps", math.inf)
+
+        def step(*args: Any, **kwargs: Any) -> None:
+            for _ in range(worlds):
+                if scheduler._step_count <= end:  # as in Accelerate: OneCycleLR has no step beyond its last
+                    step_once(*args, **kwargs)
+
+        override(prepared, step=step)
+        return prepared
+
+    return prepare_scheduler
+
+
+def common_scaler(accelerator: Accelerator) -> torch.amp.GradScaler:
+    """A gradient scaler whose ranks skip a step together."""
+    own = accelerator.scaler
+    return ShardedGradScaler(
+        device=accelerator.device.type,
+        init_scale=own._init_scale,
+        growth_factor=own._growth_factor,
+        backoff_factor=own._backoff_factor,
+        growth_interval=own._growth_interval,
+        enabled=own._enabled,
+    )

@@ -1,0 +1,89 @@
+"""What the executor works on: blocks, and what is kept of them between instructions.
+
+Shapes: B batch, S sequence, H hidden; b is the part of B that a sub-batch is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ..parallel.linear import Captured
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of a stack, ready to run.
+
+    Attributes:
+        name: where it is in the model, for messages.
+        partial: maps a hidden ``[b, S, H]`` and a sub-batch number to this rank's share of the output.
+        parameters: the parameters it uses.
+        norm: what the reduced output goes through; None when it is just added to the stream.
+        norm_of_sum: the norm is of the stream and the output together, not of the output alone.
+    """
+
+    name: str
+    partial: Callable[[Tensor, int], Tensor]
+    parameters: tuple[nn.Parameter, ...]
+    norm: Callable[[Tensor], Tensor] | None = None
+    norm_of_sum: bool = False
+
+    def join(self, hidden: Tensor, reduced: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The stream behind the block, and what its norm was of, which backward needs."""
+        if self.norm is None:
+            return hidden + reduced, None
+        if self.norm_of_sum:
+            total = hidden + reduced
+            return self.norm(total), total
+        return hidden + self.norm(reduced), reduced
+
+
+@dataclass
+class Graph:
+    """A recomputed block: its input, and its outputs by piece."""
+
+    leaf: Tensor
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class Inner:
+    """A block computed up to its row-parallel projections: what each is applied to, in pieces of tokens."""
+
+    shape: torch.Size
+    captured: list[Captured]
+    pieces: list[tuple[Tensor, ...]]
+
+    def project(self, piece: int) -> Tensor:
+        """The share of one piece, ``[tokens, H]``."""
+        shares = [captured.layer.project(x[piece]) for captured, x in zip(self.captured, self.pieces, strict=True)]
+        first, *rest = [
+            y if c.dropout is None else c.dropout.drop(y) for c, y in zip(self.captured, shares, strict=True)
+        ]
+        for other in rest:
+            first = first + other
+        return first
+
+
+@dataclass(frozen=True)
+class Autocast:
+    """The autocast state of a forward, to be put back in its recompute."""
+
+    device: str
+    enabled: bool
+    dtype: torch.dtype
+    cache: bool
+
+    @classmethod
+    def of(cls, device: str) -> Autocast:
+        """The state now."""
+        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+        return cls(device, enabled, dtype, torch.is_autocast_cache_enabled())
+
+    def again(self) -> torch.autocast:
+        """A context in which that state holds."""
+        return torch.autocast(self.device, self.dtype, self.enabled, self.cache)

@@ -1,0 +1,239 @@
+"""Who competes on the same LLaMA layers: our schedules on one model, and Hugging Face's and torch's own ways."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import AutoModel, LlamaConfig, LlamaModel, PreTrainedModel
+from transformers.utils import logging
+
+from oases_hf.convert import block_count, convert, describe
+from oases_hf.errors import ConfigError
+from oases_hf.models.converted import Converted
+from oases_hf.parallel.mesh import Mesh
+from oases_hf.plan import Plan
+from oases_hf.schedule import kind
+from scripts.bench.timing import Wire, World
+
+VOCAB = 1024
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one rank handed to collectives in a step."""
+
+    bytes: int
+    calls: int
+    layer_bytes: int | None = None
+
+
+class Work:
+    """A LlamaModel of random weights (no head), token ids ``[B, S]`` and an output gradient ``[B, S, H]``.
+
+    All are the same on every rank and in every process.
+    """
+
+    def __init__(self, config: LlamaConfig, dtype: torch.dtype, batch: int, seq: int, device: torch.device) -> None:
+        self.config, self.dtype, self.batch, self.device = config, dtype, batch, device
+        drawn = torch.Generator().manual_seed(1)
+        self.ids = torch.randint(config.vocab_size, (batch, seq), generator=drawn).to(device)
+        self.output_grad = (torch.randn(batch, seq, config.hidden_size, generator=drawn) * 1e-3).to(device, dtype)
+
+    def model(self) -> PreTrainedModel:
+        """The model, anew."""
+        torch.manual_seed(0)
+        with self.device:
+            model = AutoModel.from_config(self.config, dtype=self.dtype)
+        return cast(PreTrainedModel, model.train())
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The whole shape of every parameter."""
+        with torch.device("meta"):
+            return {name: tuple(p.shape) for name, p in LlamaModel(self.config).named_parameters()}
+
+    def rows(self, part: int, parts: int) -> slice:
+        """The samples of one of several ranks or TMP worlds that run data parallel."""
+        if self.batch % parts:
+            raise ConfigError(f"--batch {self.batch} does not divide evenly over {parts} data-parallel parts")
+        size = self.batch // parts
+        return slice(part * size, (part + 1) * size)
+
+
+class Training:
+    """A model that runs forward and backward on its share of the work.
+
+    Args:
+        averaged: over how many data-parallel parts its gradients are averaged.
+    """
+
+    def __init__(
+        self, name: str, what: str, model: PreTrainedModel, work: Work, world: World, rows: slice, averaged: int = 1
+    ) -> None:
+        self.name, self.what, self.model, self.rows, self.averaged = name, what, model, rows, averaged
+        self._world = world
+        self._ids, self._output_grad = work.ids[rows], work.output_grad[rows]
+
+    def prepare(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+    def step(self) -> Tensor:
+        """Forward and backward; returns the output of this rank's rows."""
+        output: Tensor = self.model(input_ids=self._ids).last_hidden_state
+        output.backward(self._output_grad)
+        return output.detach()
+
+    def sent(self) -> Sent:
+        """What this rank communicates in a step."""
+        self.prepare()
+        with Wire() as wire:
+            self.step()
+        return Sent(wire.bytes, wire.calls)
+
+    def whole_output(self, output: Tensor) -> Tensor:
+        """The output of all samples, from this rank's; at least in fp32."""
+        parts = dict(self._world.gather((self.rows.start, output.cpu())))
+        return _precise(torch.cat([parts[start] for start in sorted(parts)]))
+
+    def whole_grad(self, name: str, shape: Sequence[int]) -> Tensor:
+        """The gradient of a parameter of that whole shape, whole and summed over all samples; at least in fp32."""
+        grad = cast(Tensor, self.model.get_parameter(name).grad)
+        if hasattr(grad, "full_tensor"):
+            return _precise(grad.full_tensor().cpu()) * self.averaged
+        parts = self._world.gather(grad.cpu())
+        split = [dim for dim, size in enumerate(shape) if size != grad.shape[dim]]
+        return _precise(torch.cat(parts, split[0]) if split else parts[0]) * self.averaged
+
+    def parameter_bytes(self) -> int:
+        """The bytes of the parameters that this rank holds."""
+        held = [cast(Tensor, getattr(p, "_local_tensor", p)) for p in self.model.parameters()]
+        return sum(p.numel() * p.element_size() for p in held)
+
+
+class Scheduled(Training):
+    """A converted model under one schedule; several share the model."""
+
+    def __init__(
+        self, schedule: str, sub_batches: int, model: PreTrainedModel, state: Converted, work: Work, world: World
+    ):
+        self._schedule, self._sub_batches, self._state = schedule, sub_batches, state
+        data = state.mesh.data
+        what = f"{sub_batches} sub-batches" if sub_batches > 1 else "one batch"
+        super().__init__(schedule, what, model, work, world, work.rows(data.rank, data.size), averaged=data.size)
+
+    def prepare(self) -> None:
+        stack = self._state.stack
+        stack.schedule, stack.sub_batches, stack.reduce_now = self._schedule, self._sub_batches, True
+        super().prepare()
+
+    def step(self) -> Tensor:
+        output = super().step()
+        self._state.gradients.finish()
+        return output
+
+    def sent(self) -> Sent:
+        mesh = self._state.mesh
+        axes = [axis.traffic for axis in (mesh.world, mesh.tmp, mesh.data, mesh.control, mesh.tmp_control)]
+        marks: list[int] = []
+        hook = self.model.get_input_embeddings().register_forward_hook(lambda *_: marks.append(mesh.tmp.traffic.bytes))
+        self.prepare()
+        before = sum(t.bytes for t in axes), sum(t.calls for t in axes)
+        super().step()
+        marks.append(mesh.tmp.traffic.bytes)
+        self._state.gradients.finish()
+        hook.remove()
+        return Sent(sum(t.bytes for t in axes) - before[0], sum(t.calls for t in axes) - before[1], marks[1] - marks[0])
+
+    def whole_grad(self, name: str, shape: Sequence[int]) -> Tensor:
+        layout, tmp = self._state.layouts[name], self._state.mesh.tmp
+        parts = self._world.gather(cast(Tensor, self.model.get_parameter(name).grad).cpu())
+        if not layout.sharded:
+            return _precise(parts[0]) * self.averaged
+        whole = parts[0].new_zeros(layout.shape)
+        for rank, part in zip(range(tmp.size), parts, strict=False):  # those of the first TMP world
+            layout.slices[rank].put(whole, part)
+        return _precise(whole) * self.averaged
+
+
+def scheduled(
+    names: Sequence[str], sub_batches: int | None, degree: int, defer: bool, work: Work, world: World
+) -> list[Training]:
+    """Our schedules, all on one model; ``sub_batches`` is for those made for more than one."""
+    model = work.model()
+    mesh = Mesh.build(degree)
+    plan = Plan(describe(model), degree, (degree,) * block_count(model))
+    state = convert(model, mesh, plan, defer_weight_grads=defer)
+    made_for = {name: kind(name).sub_batches for name in names}
+    return [
+        Scheduled(name, (sub_batches or own) if own > 1 else own, model, state, work, world)
+        for name, own in made_for.items()
+    ]
+
+
+def hugging_face(work: Work, world: World, degree: int) -> Training:
+    """The model with gradient checkpointing: in one process, or under transformers' own tensor parallelism."""
+    if degree != world.size:
+        raise ConfigError(f"peer hf: tensor parallelism only, over all {world.size} ranks; --degree is {degree}")
+    model = work.model()
+    if world.size > 1:
+        model = _loaded_in_parallel(model, work.dtype, world)
+    _checkpoint_activations(model)
+    how = "transformers' tensor parallelism" if world.size > 1 else "transformers in one process"
+    return Training("hf", f"{how}, gradient checkpointing", model, work, world, slice(0, work.batch))
+
+
+def fully_sharded(work: Work, world: World, degree: int) -> Training:
+    """The model under torch's FSDP2, a layer at a time, with gradient checkpointing."""
+    from torch.distributed.fsdp import fully_shard
+
+    if world.size == 1:
+        raise ConfigError("peer fsdp: needs several ranks; start this with a launcher")
+    rows = work.rows(world.rank, world.size)
+    model = cast(LlamaModel, work.model())
+    _checkpoint_activations(model)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    what = "torch fully_shard, gradient checkpointing"
+    return Training("fsdp", what, model, work, world, rows, averaged=world.size)
+
+
+PEERS = {"hf": hugging_face, "fsdp": fully_sharded}
+
+
+def _precise(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _checkpoint_activations(model: PreTrainedModel) -> None:
+    enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def _loaded_in_parallel(model: PreTrainedModel, dtype: torch.dtype, world: World) -> PreTrainedModel:
+    """The same model, loaded from a temporary folder (one on each host) as transformers shards it."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    folder = Path(tempfile.gettempdir()) / world.gather(f"oases-bench-{uuid.uuid4()}")[0]
+    writes = os.environ.get("LOCAL_RANK", "0") == "0"
+    try:
+        if writes:
+            model.save_pretrained(folder)
+        world.meet()
+        sharding = DistributedConfig(tp_size=world.size)
+        loaded = LlamaModel.from_pretrained(folder, dtype=dtype, distributed_config=sharding)
+        world.meet()
+    finally:
+        if writes:
+            shutil.rmtree(folder, ignore_errors=True)
+    return cast(PreTrainedModel, loaded.train())

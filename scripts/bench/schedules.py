@@ -1,0 +1,185 @@
+"""Time the schedules against each other, and against Hugging Face's and torch's own ways, on the same LLaMA layers.
+
+    accelerate launch --multi_gpu --num_processes 2 --mixed_precision no --dynamo_backend no
+        scripts/bench/schedules.py --peers hf,fsdp
+    torchrun --nproc-per-node 2 scripts/bench/schedules.py --schedules megatron,oases --json rows.json
+    python scripts/bench/schedules.py --peers hf       # one process: degree 1
+
+A step is forward and backward of a LlamaModel with random weights and no head, from token ids and a given output
+gradient, with all gradient sums; everything is recomputed in backward. Before anything is timed, all contenders'
+outputs and gradients are compared with the first one's. Times are medians over rounds, ratios are medians of the
+ratios within rounds; each round runs every contender once, in an order that rotates.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch reads it when imported
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import LlamaConfig
+
+from oases_hf.schedule import kind
+from scripts.bench.contenders import PEERS, VOCAB, Training, Work, scheduled
+from scripts.bench.timing import Row, World, paired, peak_bytes, print_table, ratio, write_json
+
+SCHEDULES = ("megatron", "megatron_5", "wang", "merak", "cross_pass", "oases")
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
+# Relative to the norm. HF computes norms in fp32, whatever the dtype; bf16 was 0.06 off after 8 layers.
+TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.2}
+
+
+def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    for name, default in {"hidden": 512, "heads": 8, "ffn": 1376, "layers": 4, "seq": 128, "batch": 8}.items():
+        add(f"--{name}", type=int, default=default, help=f"default {default}")
+    add("--dtype", choices=DTYPES, default="fp32")
+    add("--degree", type=int, help="ranks that split the weights; the rest runs data parallel (default: all)")
+    add(
+        "--schedules",
+        default=",".join(SCHEDULES),
+        help="megatron_5 is megatron whose recompute stops early, as PyTorch's does",
+    )
+    add("--sub-batches", type=int, help="of the schedules that interleave any (default: 2)")
+    add("--peers", default="", help="hf, fsdp: transformers' tensor parallelism, torch's fully_shard")
+    add("--rounds", type=int, default=7)
+    add("--defer-weight-grads", action="store_true")
+    add("--json", type=Path, help="write the rows to this file")
+    options = parser.parse_args(argv)
+    options.schedules, options.peers = (
+        [n for n in text.split(",") if n] for text in (options.schedules, options.peers)
+    )
+    for name in options.schedules:
+        kind(name)
+    if unknown := set(options.peers) - set(PEERS):
+        parser.error(f"--peers: {', '.join(sorted(unknown))} unknown; choose from {', '.join(PEERS)}")
+    return options
+
+
+def build(options: argparse.Namespace, world: World) -> list[Training]:
+    """The contenders that were asked for, schedules first."""
+    config = LlamaConfig(
+        hidden_size=options.hidden,
+        intermediate_size=options.ffn,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.heads,
+        max_position_embeddings=options.seq,
+        vocab_size=VOCAB,
+        use_cache=False,
+    )
+    work = Work(config, DTYPES[options.dtype], options.batch, options.seq, world.device)
+    degree = options.degree or world.size
+    contenders: list[Training] = []
+    if options.schedules:
+        contenders += scheduled(options.schedules, options.sub_batches, degree, options.defer_weight_grads, work, world)
+    contenders += [PEERS[name](work, world, degree) for name in options.peers]
+    difference = check_alike(contenders, compared(work.shapes()), TOLERANCES[work.dtype])
+    if world.rank == 0:
+        print(f"outputs and gradients of all contenders are alike; the largest difference is {difference:.1e}")
+    return contenders
+
+
+def compared(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Those parameters whose gradients are compared: all outside the layers, and of the first and last layer."""
+    layers = [name.split(".")[1] for name in shapes if name.startswith("layers.")]
+    return {
+        n: shape
+        for n, shape in shapes.items()
+        if not n.startswith("layers.") or n.split(".")[1] in (layers[0], layers[-1])
+    }
+
+
+def check_alike(contenders: Sequence[Training], shapes: dict[str, tuple[int, ...]], tolerance: float) -> float:
+    """The largest difference of any output or gradient from the first contender's, relative to its norm.
+
+    Raises ArithmeticError when that is more than ``tolerance``.
+    """
+    reference: dict[str, Tensor] = {}
+    largest = 0.0
+    for contender in contenders:
+        contender.prepare()
+        found = {"output": contender.whole_output(contender.step())}
+        found |= {f"gradient of {name}": contender.whole_grad(name, shape) for name, shape in shapes.items()}
+        contender.prepare()
+        reference = reference or found
+        errors = {what: float((found[what] - right).norm() / right.norm()) for what, right in reference.items()}
+        what, worst = max(errors.items(), key=lambda item: float("inf") if math.isnan(item[1]) else item[1])
+        if not worst <= tolerance:
+            raise ArithmeticError(
+                f"{contender.name}: the {what} is {worst:.1e} (relative to the norm) off that of "
+                f"{contenders[0].name}; {tolerance:.0e} is tolerated. Nothing was timed"
+            )
+        largest = max(largest, worst)
+    return largest
+
+
+def measure(contenders: Sequence[Training], rounds: int, world: World) -> list[Row]:
+    """Count, then time."""
+    sent, peaks = [contender.sent() for contender in contenders], []
+    for contender in contenders:
+        contender.prepare()
+        peaks.append(contender.parameter_bytes() + peak_bytes(contender.step, world.device))
+        contender.prepare()
+    peaks = [max(ranks) for ranks in zip(*world.gather(peaks), strict=True)]
+    times = paired(contenders, rounds, world)
+    megatron = next((t for c, t in zip(contenders, times, strict=True) if c.name == "megatron"), None)
+    return [
+        Row(
+            name=contender.name,
+            what=contender.what,
+            ms=statistics.median(ms),
+            ratio_to_megatron=ratio(ms, megatron) if megatron else None,
+            bytes=traffic.bytes,
+            collectives=traffic.calls,
+            layer_bytes=traffic.layer_bytes,
+            peak_memory_bytes=peak,
+            rounds_ms=ms,
+        )
+        for contender, traffic, peak, ms in zip(contenders, sent, peaks, times, strict=True)
+    ]
+
+
+def report(rows: Sequence[Row], options: argparse.Namespace, world: World) -> None:
+    """Print what was measured."""
+    print(
+        f"{options.layers} LLaMA layers, hidden {options.hidden}, {options.heads} heads, ffn {options.ffn}, batch "
+        f"{options.batch} × {options.seq}, {options.dtype}; {world.size} ranks on {world.device.type}, degree "
+        f"{options.degree or world.size}; {options.rounds} rounds; MB of one rank"
+    )
+    print_table(rows)
+    last = next((row for row in rows if row.name == "oases"), None)
+    others = [row for row in rows if row is not last]
+    if last and others:
+        print("oases is", ", ".join(f"{ratio(last.rounds_ms, r.rounds_ms):.2f} × {r.name}" for r in others))
+
+
+def main() -> None:
+    """Run the benchmark."""
+    options = parse_options()
+    load = os.getloadavg()[0]
+    world = World.join()
+    rows = measure(build(options, world), options.rounds, world)
+    if world.rank == 0:
+        report(rows, options, world)
+        print(f"load average at the start: {load:.2f} on {os.cpu_count()} cores")
+        if options.json:
+            write_json(rows, options.json)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""Contenders on one piece of work: paired timing, what a step holds and sends, and the table this ends in.
+
+Timing is paired: each round runs every contender once, in an order that rotates, and ratios are medians
+of the ratios within rounds, so that a slow phase of the machine does not fall on one contender alone.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+T = TypeVar("T")
+COLLECTIVES = ("reduce", "gather", "scatter", "broadcast", "alltoall")
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of a run, or a single process.
+
+    Attributes:
+        group: all ranks, on a CPU backend; None for a single one.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    group: dist.ProcessGroup | None
+
+    @classmethod
+    def join(cls) -> World:
+        """Join the ranks that a launcher started, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say."""
+        env = os.environ
+        rank, size = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
+        local, here = int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", size))
+        cpu = env.get("ACCELERATE_USE_CPU", "false").lower() in ("1", "true", "yes")
+        cuda = not cpu and torch.cuda.device_count() >= here
+        device = torch.device("cuda", local) if cuda else torch.device("cpu")
+        if cuda:
+            torch.cuda.set_device(device)
+        if size == 1:
+            return cls(0, 1, device, None)
+        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+        return cls(rank, size, device, dist.new_group(backend="gloo"))
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, in rank order."""
+        values: list[Any] = [value] * self.size
+        if self.group is not None:
+            dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    def synchronize(self) -> None:
+        """Wait for this rank's device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def meet(self) -> None:
+        """Wait for the device and for every rank."""
+        self.synchronize()
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+
+class Contender(Protocol):
+    """Something to time."""
+
+    def prepare(self) -> None:
+        """Do what is not timed; called before every step."""
+
+    def step(self) -> object:
+        """Do what is timed."""
+
+
+def paired(contenders: Sequence[Contender], rounds: int, world: World) -> list[list[float]]:
+    """The time of each contender in each round, on its slowest rank, in ms. One more round goes before, untimed."""
+    gc.collect()
+    gc.freeze()  # else every collection walks all of torch and transformers
+    times = [[0.0] * rounds for _ in contenders]
+    for turn in range(-1, rounds):
+        for i in range(len(contenders)):
+            index = (turn + i) % len(contenders)
+            contenders[index].prepare()
+            world.meet()
+            start = time.perf_counter()
+            contenders[index].step()
+            world.synchronize()
+            if turn >= 0:
+                times[index][turn] = (time.perf_counter() - start) * 1e3
+    everyone = world.gather(times)
+    return [[max(t) for t in zip(*ranks, strict=True)] for ranks in zip(*everyone, strict=True)]
+
+
+def ratio(of: Sequence[float], to: Sequence[float]) -> float:
+    """How many times as fast ``of`` is as ``to``, given the times of both in the same rounds."""
+    return statistics.median(b / a for a, b in zip(of, to, strict=True))
+
+
+def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
+    """The most bytes of tensors that ``step`` holds at once beyond what was there before, on this rank.
+
+    On GPUs torch's allocator counts, on CPUs the allocations that the profiler records.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    results = getattr(profiler.profiler, "kineto_results")  # noqa: B009 - mypy knows no such attribute
+    events = sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: int(e.start_ns()))
+    held = peak = 0
+    for event in events:
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+class Wire(TorchDispatchMode):
+    """Counts the collectives called inside, whoever calls them.
+
+    An all-reduce counts the bytes of its tensor; a gather or scatter, which moves half as much, half
+    those of its whole tensor.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls = 0
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind is not torch.Tensor and kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # it asks again for the plain tensors inside
+        result = func(*args, **(kwargs or {}))
+        operation = func.__name__.replace("_", "")
+        if func.namespace in ("c10d", "_c10d_functional") and any(word in operation for word in COLLECTIVES):
+            whole = max(_tensor_bytes(value) for value in (*args, result))
+            self.calls += 1
+            self.bytes += whole if operation.startswith("allreduce") else whole // 2
+        return result
+
+
+def _tensor_bytes(tree: Any) -> int:
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(tree) if torch.is_tensor(leaf))
+
+
+@dataclass
+class Row:
+    """What is known of one contender.
+
+    Attributes:
+        ms: median time of a step, on the slowest rank.
+        ratio_to_megatron: how many times as fast as the megatron schedule; None when that did not run.
+        bytes: handed to collectives in a step by one rank; see :class:`Wire` for gathers.
+        collectives: how many those were.
+        layer_bytes: of ``bytes``, those of the layers' own all-reduces, without embedding and gradient sums.
+        peak_memory_bytes: of parameters, gradients and activations in a step, on the fullest rank.
+        rounds_ms: the time of each round; those of one round can be compared across rows.
+    """
+
+    name: str
+    what: str
+    ms: float
+    ratio_to_megatron: float | None
+    bytes: int
+    collectives: int
+    layer_bytes: int | None
+    peak_memory_bytes: int
+    rounds_ms: list[float]
+
+
+def print_table(rows: Sequence[Row]) -> None:
+    """Print the rows, one line each."""
+    widest = max(len(row.name) for row in rows)
+    print(f"{'':{widest}}  median ms  × megatron  MB sent  collectives  peak MB")
+    for row in rows:
+        speed = "–" if row.ratio_to_megatron is None else f"{row.ratio_to_megatron:.2f}"
+        counts = f"{row.bytes / 1e6:7.1f}  {row.collectives:11}  {row.peak_memory_bytes / 1e6:7.1f}"
+        print(f"{row.name:{widest}}  {row.ms:9.1f}  {speed:>10}  {counts}  {row.what}")
+
+
+def write_json(rows: Sequence[Row], file: Path) -> None:
+    """Write the rows as a list of objects."""
+    file.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
