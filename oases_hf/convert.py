@@ -157,7 +157,8 @@ def _dropout_seeds(
     model: PreTrainedModel, layers: nn.ModuleList, family: Family, link: Link, mesh: Mesh
 ) -> DropoutSeeds | None:
     """The seeds of the layers' dropout, if there is any, and of that outside the executor."""
-    base = torch.initial_seed()
+    # Rank 0's seed: ranks that are seeded apart must draw some masks alike.
+    base = int(mesh.control.broadcast(torch.tensor([torch.initial_seed() % 2**63])))
     link.seed = f"{base}/plain/{mesh.data.rank}"
     modules = any(isinstance(module, nn.Dropout) and module.p > 0 for module in layers.modules())
     if not modules and not getattr(model.config, family.attention_dropout, 0.0):

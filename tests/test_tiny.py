@@ -8,18 +8,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import reference as plain
+from .families import FAMILIES
 from .parity import assert_gradients, float64_math
 from .ranks import Worlds
-from .tiny import FAMILIES, IGNORE, batch
+from .tiny import IGNORE, batch, tiny_llama
 
 
 def tensors_of(family: str) -> dict[str, Tensor]:
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 99)
-    return plain.parameters(FAMILIES[family](seed=3)) | batch(3, 8, padded=True, seed=3)
+    return plain.parameters(FAMILIES[family].model(seed=3)) | FAMILIES[family].batch(3, 8, padding="right", seed=3)
 
 
 def cached_runs() -> bool:
-    model = FAMILIES["llama"]()
+    model = tiny_llama()
     runs = [plain.cached("llama", lambda: plain.reference(model, [batch(2, 4)], steps=1)) for _ in range(2)]
     return runs[0] is runs[1]
 
@@ -34,7 +35,7 @@ def test_every_rank_makes_the_same(ranks: Worlds, family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_parameter_hides_a_fault(family: str) -> None:
-    for name, parameter in plain.parameters(FAMILIES[family]()).items():
+    for name, parameter in plain.parameters(FAMILIES[family].model()).items():
         assert parameter.dtype is torch.float64
         assert parameter.unique().numel() == parameter.numel(), name
 
@@ -42,22 +43,22 @@ def test_no_parameter_hides_a_fault(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_global_generator_is_left_alone(family: str) -> None:
     before = torch.get_rng_state()
-    FAMILIES[family]()
-    batch(2, 4)
+    FAMILIES[family].model()
+    FAMILIES[family].batch(2, 4)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_seed_and_dtype(family: str) -> None:
     first, other, single = (
-        plain.parameters(FAMILIES[family](**options)) for options in ({}, {"seed": 1}, {"dtype": torch.float32})
+        plain.parameters(FAMILIES[family].model(**options)) for options in ({}, {"seed": 1}, {"dtype": torch.float32})
     )
     assert all(not torch.equal(first[name], other[name]) for name in first)
     assert all(torch.equal(first[name].float(), single[name]) for name in first)
 
 
 def test_tied_embeddings_are_one_parameter() -> None:
-    model = FAMILIES["llama"](tied=True)
+    model = tiny_llama(tied=True)
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
@@ -74,7 +75,7 @@ def test_padded_batches_have_unequal_rows() -> None:
 
 
 def test_reference_is_plain_hf() -> None:
-    model, rows = FAMILIES["llama"](), batch(3, 8, padded=True)
+    model, rows = tiny_llama(), batch(3, 8, padded=True)
     run = plain.reference(model, [rows], steps=1)
     with float64_math():
         loss = model(**rows).loss
@@ -85,7 +86,7 @@ def test_reference_is_plain_hf() -> None:
 
 
 def test_reference_clips_and_keeps_frozen_parameters() -> None:
-    model = FAMILIES["llama"]()
+    model = tiny_llama()
     model.get_input_embeddings().requires_grad_(False)
     free, clipped = (plain.reference(model, [batch(3, 8)], steps=2, max_grad_norm=norm) for norm in (None, 0.1))
     name = "model.embed_tokens.weight"

@@ -49,11 +49,7 @@ def tiny_llama(
         bos_token_id=None,
         eos_token_id=None,
     )
-    return _build(AutoModelForCausalLM.from_config, config, attn, dtype, seed)
-
-
-# A family more is a row more; every row takes at least attn, dtype and seed.
-FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {"llama": tiny_llama}
+    return build(AutoModelForCausalLM.from_config, config, attn, dtype, seed)
 
 
 def batch(size: int, seq: int, vocab: int = 99, *, padded: bool = False, seed: int = 0) -> Batch:
@@ -91,10 +87,11 @@ def randomise(model: PreTrainedModel, seed: int) -> None:
             parameter.copy_(noise)
 
 
-def _build(
-    make: Callable[..., object], config: PretrainedConfig, attn: Attention, dtype: torch.dtype, seed: int
+def build(
+    make: Callable[..., object], config: PretrainedConfig, attn: str, dtype: torch.dtype, seed: int, **options: object
 ) -> PreTrainedModel:
+    """Make a model of the config, its parameters drawn anew."""
     with torch.random.fork_rng(devices=[]):  # HF initialises from the global generator
-        model = cast(PreTrainedModel, make(config, dtype=dtype, attn_implementation=attn))
+        model = cast(PreTrainedModel, make(config, dtype=dtype, attn_implementation=attn, **options))
     randomise(model, seed)
     return model

@@ -11,9 +11,9 @@ from accelerate import Accelerator
 from accelerate.utils import recursively_apply
 from torch import Tensor
 from transformers import Trainer
+from transformers.trainer_pt_utils import find_batch_size
 
 from ..models.converted import Converted
-from ..parallel.loss import IGNORE_INDEX
 
 
 def gathering(accelerator: Accelerator, state: Converted) -> Callable[..., Any]:
@@ -59,7 +59,7 @@ def _gather_objects(data: Any, state: Converted) -> list[Any]:
 def own_losses(trainer: Trainer, state: Converted) -> Callable[..., Any]:
     """A ``prediction_step`` whose loss is the mean over the labels of this rank's real rows.
 
-    Trainer's divides by the labels of all data-parallel ranks, those of rows that only fill up the last batch included.
+    Trainer's divides by the labels of all data-parallel ranks, and sees the rows that only fill up the last batch.
     """
     predict, count = trainer.prediction_step, trainer._get_num_items_in_batch
     data, world = state.mesh.data, state.mesh.world.size
@@ -74,28 +74,32 @@ def own_losses(trainer: Trainer, state: Converted) -> Callable[..., Any]:
         return None if items is None else items * world
 
     def prediction_step(model: Any, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        rows = find_batch_size(inputs) or 0
+        real = _real_rows(rows)
         object.__setattr__(trainer, "_get_num_items_in_batch", count_own)
         try:
-            return predict(model, _without_fill(inputs), *args, **kwargs)
+            loss, logits, labels = predict(model, _resized(dict(inputs), rows, real), *args, **kwargs)
         finally:
             object.__setattr__(trainer, "_get_num_items_in_batch", count)
+        return loss, _resized(logits, real, rows), _resized(labels, real, rows)
 
-    def _without_fill(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    def _real_rows(rows: int) -> int:
+        """How many rows of a batch count; all when none would, since gathering drops what comes of them."""
         position = trainer.accelerator.gradient_state
-        labels = {name: inputs[name] for name in trainer.label_names if torch.is_tensor(inputs.get(name))}
-        if not (position.end_of_dataloader and position.remainder > 0 and labels):
-            return dict(inputs)
-        rows = len(next(iter(labels.values())))
-        real = position.remainder - data.rank * rows
-        return {**inputs, **{name: _masked(label, real) for name, label in labels.items()}}
+        ends = position.end_of_dataloader and position.remainder > 0
+        real = position.remainder - data.rank * rows if ends else rows
+        return min(real, rows) if real > 0 else rows
 
     return predict if data.size == 1 else prediction_step
 
 
-def _masked(labels: Tensor, real: int) -> Tensor:
-    """``labels`` of which only the first ``real`` rows count; all when none would, since that loss is dropped."""
-    if real <= 0 or labels.is_floating_point():
-        return labels
-    masked = labels.clone()
-    masked[real:] = IGNORE_INDEX
-    return masked
+def _resized(tensors: Any, rows: int, wanted: int) -> Any:
+    """``tensors``, however nested, with ``wanted`` rows instead of ``rows``: the first ones, and the last one again."""
+
+    def resize(tensor: Tensor) -> Tensor:
+        return tensor[torch.arange(wanted, device=tensor.device).clamp(max=rows - 1)]
+
+    def of_rows(value: Any) -> bool:
+        return torch.is_tensor(value) and value.dim() > 0 and len(value) == rows
+
+    return tensors if wanted == rows else recursively_apply(resize, tensors, test_type=of_rows)

@@ -152,7 +152,7 @@ class SharedDropout(nn.Dropout):
         if not self.training or self.p == 0.0:
             return x
         with seeded(self.link.next_seed(), x.device):
-            return F.dropout(x, self.p)
+            return F.dropout(x.contiguous(), self.p)  # on GPUs the mask depends on strides, which stand-ins lack
 
     def forward(self, input: Tensor) -> Tensor:
         """``input`` with the next mask; as it is when it is yet to be projected, in pieces."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, cast
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..parallel.gradients import GradientSync
 from ..parallel.link import Link
-from ..parallel.rng import DropoutSeeds
+from ..parallel.rng import DropoutSeeds, seed_of, seeded
 from ..schedule import (
     Instruction,
     Schedule,
@@ -34,6 +34,7 @@ from ..schedule import (
 from .block import Block
 from .executor import Run
 from .node import run_recorded
+from .splitting import parts_of, unsplittable
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +94,7 @@ class Stack:
     plain: bool = False
     reduce_now: bool = False
     _inside: bool = False
+    _drawing: ExitStack = field(default_factory=ExitStack)
     _live: WeakSet[Run] = field(default_factory=WeakSet)
     _said: set[str] = field(default_factory=set)
 
@@ -108,9 +110,14 @@ class Stack:
         if not self._inside and torch.is_grad_enabled():
             self.gradients.not_early()
         self.training = module.training
+        if self.training and self.seeds is not None:
+            # The executor seeds its blocks; layers one by one, and hooks, draw from this, alike in the TMP world.
+            seed = seed_of(self.seeds.shared(self.seeds.next_forward()))
+            self._drawing.enter_context(seeded(seed, next(module.parameters()).device))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook of the base model: iterating yields layers again."""
+        self._drawing.close()
         self._inside = False
 
     def run(self, layers: Sequence[nn.Module], hidden: Tensor, calls: Sequence[Call]) -> Tensor:
@@ -124,7 +131,7 @@ class Stack:
                 hidden = layer(hidden, *args, **kwargs)
             return hidden
         sub_batches = self._split_count(hidden, contexts)
-        parts = [_parts_of(context, self.per_sample, hidden.shape[0], sub_batches) for context in contexts]
+        parts = [parts_of(context, self.per_sample, hidden.shape[0], sub_batches) for context in contexts]
         blocks = [
             Block(
                 f"{self.path}.{i}.{block.name}",
@@ -164,10 +171,9 @@ class Stack:
 
     def _split_count(self, hidden: Tensor, contexts: Sequence[Mapping[str, Any]]) -> int:
         batch = hidden.shape[0]
-        values = [(name, context.get(name)) for context in contexts for name in self.per_sample]
-        odd = [f"{name} of type {type(value).__name__}" for name, value in values if not _sliceable(value)]
-        if odd and self.sub_batches > 1:
-            self._say(f"{odd[0]} cannot be split: one sub-batch, no overlap")
+        odd = unsplittable(contexts, self.per_sample)
+        if odd is not None and self.sub_batches > 1:
+            self._say(f"{odd} cannot be split: one sub-batch, no overlap")
             return 1
         if batch < self.sub_batches:
             self._say(f"a batch of {batch} cannot be split into {self.sub_batches}: {batch} sub-batches, less overlap")
@@ -216,32 +222,6 @@ def _is_hooked(layer: nn.Module) -> bool:
     """Whether somebody watches a layer's calls, which the executor does not make; HF's own captures are asked for."""
     hooks = (*layer._forward_hooks.values(), *layer._forward_pre_hooks.values(), *layer._backward_hooks.values())
     return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
-
-
-def _sliceable(value: Any) -> bool:
-    return value is None or torch.is_tensor(value) or isinstance(value, tuple | list)
-
-
-def _parts_of(
-    context: Mapping[str, Any], per_sample: Sequence[str], batch: int, sub_batches: int
-) -> list[dict[str, Any]]:
-    """A layer's arguments for each sub-batch."""
-    if sub_batches == 1:
-        return [dict(context)]
-    split = {name: value for name, value in context.items() if name in per_sample}
-    return [
-        {**context, **{name: _part(value, batch, sub_batches, k) for name, value in split.items()}}
-        for k in range(sub_batches)
-    ]
-
-
-def _part(value: Any, batch: int, sub_batches: int, k: int) -> Any:
-    """Part ``k`` of what is given per sample; what is broadcast over samples stays whole."""
-    if isinstance(value, tuple | list):
-        return type(value)(_part(item, batch, sub_batches, k) for item in value)
-    if torch.is_tensor(value) and value.dim() > 1 and value.shape[0] == batch:
-        return value.tensor_split(sub_batches)[k]
-    return value
 
 
 @dataclass

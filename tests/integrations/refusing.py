@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, Trainer
 from oases_hf import OasesCallback, OasesConfig, OasesPlugin
 from oases_hf.errors import OasesError
 
+from ..families import FAMILIES
 from ..tiny import tiny_llama
 from .fitting import arguments, rows
 
@@ -19,11 +20,12 @@ Attempt = Callable[[PreTrainedModel], object]
 
 
 class Refusal(NamedTuple):
-    """An attempt made on so many ranks, and the pattern of the error and its message."""
+    """An attempt made on so many ranks, the pattern of the error and its message, and whose model it is made on."""
 
     attempt: Attempt
     world: int
     expected: str
+    family: str | None = None
 
 
 def install(model: nn.Module, accelerator: Accelerator | None = None, **settings: Any) -> PreTrainedModel:
@@ -47,9 +49,9 @@ def trainer(
     )
 
 
-def refusal(attempt: Attempt) -> tuple[str, bool]:
+def refusal(attempt: Attempt, family: str | None = None) -> tuple[str, bool]:
     """On a rank: what is said, and whether the model is still whole."""
-    model = tiny_llama()
+    model = FAMILIES[family].model() if family else tiny_llama()
     shapes = {name: value.shape for name, value in model.state_dict().items()}
     try:
         attempt(model)

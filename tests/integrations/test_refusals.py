@@ -139,7 +139,7 @@ REFUSALS = {
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusals(ranks: Worlds, name: str) -> None:
-    attempt, world, expected = REFUSALS[name]
+    attempt, world, expected, _ = REFUSALS[name]
     for said, whole in ranks(world).run(refusal, attempt, timeout_s=20):
         assert re.match(expected, said, re.DOTALL), said
         assert whole, "weights were touched before the refusal"

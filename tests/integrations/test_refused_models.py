@@ -53,11 +53,14 @@ def quantised(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
-def with_other_linears(model: PreTrainedModel) -> PreTrainedModel:
-    class Rounded(nn.Linear):
-        pass
+def with_another_projection(path: str, model: PreTrainedModel) -> PreTrainedModel:
+    projection = model.get_submodule(path)
+    projection.__class__ = type("Rounded", (type(projection),), {})
+    return model
 
-    cast(Any, model).model.layers[1].mlp.up_proj.__class__ = Rounded
+
+def with_cross_attention(model: PreTrainedModel) -> PreTrainedModel:
+    model.config.add_cross_attention = True
     return model
 
 
@@ -139,9 +142,39 @@ REFUSALS = {
         partial(in_a_loop, quantised), 2, "UnsupportedModelError: .*load it without quantization_config"
     ),
     "other linears": Refusal(
-        partial(in_a_loop, with_other_linears),
+        partial(in_a_loop, partial(with_another_projection, "model.layers.1.mlp.up_proj")),
         2,
         "UnsupportedModelError: mlp.up_proj is a Rounded, neither nn.Linear nor Conv1D",
+    ),
+    "other linears in GPT-2": Refusal(
+        partial(in_trainer, partial(with_another_projection, "transformer.h.1.attn.c_attn")),
+        2,
+        "UnsupportedModelError: attn.c_attn is a Rounded, neither nn.Linear nor Conv1D",
+        "gpt2 tied",
+    ),
+    "other linears in BERT": Refusal(
+        partial(in_trainer, partial(with_another_projection, "bert.encoder.layer.1.output.dense")),
+        2,
+        "UnsupportedModelError: output.dense is a Rounded, neither nn.Linear nor Conv1D",
+        "bert row",
+    ),
+    "cross-attention in GPT-2": Refusal(
+        partial(in_trainer, with_cross_attention), 2, "UnsupportedModelError: gpt2: cross-attention .*", "gpt2 tied"
+    ),
+    "cross-attention in BERT": Refusal(
+        partial(in_trainer, with_cross_attention), 2, "UnsupportedModelError: bert: cross-attention .*", "bert"
+    ),
+    "plan of LLaMA for GPT-2": Refusal(
+        partial(trainer, oases={"plan": plan()}),
+        2,
+        "ConfigError: the plan is for llama, hidden 32, 2 layers with 4 blocks, the model is gpt2, hidden 40, 2 layers",
+        "gpt2 tied",
+    ),
+    "plan for more blocks of BERT": Refusal(
+        partial(trainer, oases={"plan": plan("bert, hidden 40, 2 layers", blocks=6)}),
+        2,
+        "ConfigError: the plan is for .* with 6 blocks, the model is .* with 4; make a plan for this model",
+        "bert row",
     ),
     "meta tensors": Refusal(
         partial(in_a_loop, on_the_meta_device), 2, "UnsupportedModelError: .*is a meta tensor; load the model whole"
@@ -151,8 +184,8 @@ REFUSALS = {
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_refusals(ranks: Worlds, name: str) -> None:
-    attempt, world, expected = REFUSALS[name]
-    for said, whole in ranks(world).run(refusal, attempt, timeout_s=20):
+    attempt, world, expected, family = REFUSALS[name]
+    for said, whole in ranks(world).run(refusal, attempt, family, timeout_s=20):
         assert re.match(expected, said, re.DOTALL), said
         assert whole, "weights were touched before the refusal"
 

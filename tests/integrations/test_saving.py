@@ -12,9 +12,10 @@ from unittest import mock
 import pytest
 import safetensors.torch
 import torch.distributed as dist
+import transformers
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer
+from transformers import AutoConfig, PreTrainedModel, Trainer
 
 from oases_hf import save_pretrained
 from oases_hf.parallel import mesh as mesh_module
@@ -29,7 +30,8 @@ KIB = 1024
 
 def reload(folder: str | Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """As one plain process does."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    (architecture,) = AutoConfig.from_pretrained(folder).architectures
+    model = getattr(transformers, architecture).from_pretrained(folder, dtype="auto")
     return model, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
@@ -57,9 +59,15 @@ def save_by_function(trainer: Trainer) -> None:
     save_pretrained(cast(PreTrainedModel, trainer.model), "export")
 
 
-def export(model: dict[str, Any], oases: dict[str, Any], save: Callable[[Trainer], None], steps: int) -> list[str]:
+def export(
+    model: dict[str, Any],
+    oases: dict[str, Any],
+    save: Callable[[Trainer], None],
+    steps: int,
+    family: str | None = None,
+) -> list[str]:
     """On a rank: train, save, and compare what one process loads, to the last bit; returns the files."""
-    trainer = build(Task({"max_steps": steps}, model=model), oases)
+    trainer = build(Task({"max_steps": steps}, model=model, family=family), oases)
     if steps:
         trainer.train()
     save(trainer)
@@ -68,7 +76,7 @@ def export(model: dict[str, Any], oases: dict[str, Any], save: Callable[[Trainer
     model_there, there = reload(_shared("export"))
     assert_equal(there, ours)
     assert model_there.config.vocab_size == 99
-    assert there["model.embed_tokens.weight"].shape[0] == 99
+    assert cast(Any, model_there.get_input_embeddings()).weight.shape[0] == 99
     return sorted(path.name for path in _shared("export").iterdir())
 
 
@@ -87,6 +95,13 @@ def test_reloads_bit_for_bit(ranks: Worlds, world: int, oases: dict[str, Any], s
     """Case 8, and 6 after training."""
     files = ranks(world).run(export, {}, oases, save, 2)[0]
     assert {"config.json", "model.safetensors"} <= set(files)
+
+
+@pytest.mark.parametrize(("world", "steps"), [(2, 2), (4, 0)])
+@pytest.mark.parametrize("family", ["gpt2 tied", "bert", "bert row"])
+def test_other_families_reload(ranks: Worlds, family: str, world: int, steps: int) -> None:
+    """Cases 6 and 8."""
+    ranks(world).run(export, {}, {}, save_trainer, steps, family)
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -182,9 +197,9 @@ SAVES: dict[str, Callable[[Trainer], object]] = {
 }
 
 
-def save_on(rank: int) -> list[tuple[str, float]]:
+def save_on(rank: int, family: str | None) -> list[tuple[str, float]]:
     """On a rank: save there only, and tell what came of it, and after how long."""
-    trainer = build(Task(), {})
+    trainer = build(Task(family=family), {})
     dist.barrier()
     if dist.get_rank() != rank:
         time.sleep(len(SAVES) * 0.5 + 1.0)  # alive, and elsewhere
@@ -200,10 +215,10 @@ def save_on(rank: int) -> list[tuple[str, float]]:
     return found
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_saving_on_one_rank_only_is_an_error(ranks: Worlds, rank: int) -> None:
+@pytest.mark.parametrize(("rank", "family"), [(0, None), (1, None), (0, "gpt2 tied"), (1, "bert")])
+def test_saving_on_one_rank_only_is_an_error(ranks: Worlds, rank: int, family: str | None) -> None:
     """Case 8."""
-    found = ranks(2).run(save_on, rank, timeout_s=20)[rank]
+    found = ranks(2).run(save_on, rank, family, timeout_s=20)[rank]
     assert len(found) == len(SAVES)
     for message, seconds in found:
         assert message.startswith("DistributedError: ")

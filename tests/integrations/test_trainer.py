@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -14,20 +15,27 @@ from ..ranks import Worlds
 from ..tiny import IGNORE, randomise
 from .fitting import Fit, Row, Task, assert_same, build, fit, one_process, rows
 
-KV = "model.layers.1.self_attn.k_proj.weight"
-UP = "model.layers.0.mlp.up_proj.weight"
+# LLaMA, and others: with words as labels, shifted and not, and with one label per row.
+FAMILIES = (None, "gpt2 tied", "bert", "bert row")
 
 
 def per_worlds(task: Task, worlds: int) -> Task:
-    """What one process must do to see what so many TMP worlds see in a step: their batches, one after the other."""
-    accumulate = task.arguments.get("gradient_accumulation_steps", 1) * worlds
-    return dataclasses.replace(task, arguments={**task.arguments, "gradient_accumulation_steps": accumulate})
+    """What one process must do to see what so many TMP worlds see in a step: their batches, one after the other.
+
+    Or all in one: with accumulation, Trainer adds up the mean losses of BERT's batches.
+    """
+    parts = task.arguments.get("gradient_accumulation_steps", 1) * worlds
+    if task.family is None or parts == 1:
+        return dataclasses.replace(task, arguments={**task.arguments, "gradient_accumulation_steps": parts})
+    size = task.arguments.get("per_device_train_batch_size", 2) * parts
+    as_one = {"gradient_accumulation_steps": 1, "per_device_train_batch_size": size}
+    return dataclasses.replace(task, arguments={**task.arguments, **as_one})
 
 
 def check(ranks: Worlds, world: int, task: Task, **oases: Any) -> list[Fit]:
     worlds = world // oases.get("tmp_size", world)
     fits = ranks(world).run(fit, task, oases)
-    assert_same(fits, one_process(ranks, per_worlds(task, worlds)))
+    assert_same(fits, one_process(ranks, per_worlds(task, worlds)), task.family)
     return fits
 
 
@@ -35,12 +43,19 @@ def valid(row: Row) -> int:
     return int((row["labels"][1:] != IGNORE).sum())
 
 
-def test_two_worlds_of_two_ranks_with_accumulation(ranks: Worlds) -> None:
+def assert_unequal_labels(data: list[Row], size: int) -> None:
+    """Fail unless two batches that follow each other differ in their number of labels."""
+    counts = [valid(row) for row in data]
+    per_batch = [sum(counts[i : i + size]) for i in range(0, len(data), size)]
+    assert all(here != there for here, there in zip(per_batch[::2], per_batch[1::2], strict=True))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_worlds_of_two_ranks_with_accumulation(ranks: Worlds, family: str | None) -> None:
     """Case 1."""
-    counts = [valid(row) for row in rows(16)]
-    per_batch = [sum(counts[i : i + 2]) for i in range(0, 16, 2)]
-    assert all(here != there for here, there in zip(per_batch[::2], per_batch[1::2], strict=True)), "unequal labels"
-    fits = check(ranks, 4, Task({"gradient_accumulation_steps": 2, "max_steps": 2}), tmp_size=2)
+    if family != "bert row":
+        assert_unequal_labels(rows(16, family=family), 2)
+    fits = check(ranks, 4, Task({"gradient_accumulation_steps": 2, "max_steps": 2}, family=family), tmp_size=2)
     assert [fit.total_batch for fit in fits] == [8] * 4
 
 
@@ -63,10 +78,10 @@ def test_shuffled_data(ranks: Worlds) -> None:
 
 
 @pytest.mark.parametrize(("world", "tmp_size"), [(2, 2), (4, 2)])
-@pytest.mark.parametrize("limit", [0.1, 0.0])
-def test_clipping(ranks: Worlds, world: int, tmp_size: int, limit: float) -> None:
+@pytest.mark.parametrize(("limit", "family"), [(0.0, None), *((0.1, family) for family in FAMILIES)])
+def test_clipping(ranks: Worlds, world: int, tmp_size: int, limit: float, family: str | None) -> None:
     """Case 2. Without a limit the norm is logged all the same."""
-    task = Task({"max_grad_norm": limit})
+    task = Task({"max_grad_norm": limit}, family=family)
     fits = check(ranks, world, task, tmp_size=tmp_size)
     assert len({tuple(fit.logged("grad_norm")) for fit in fits}) == 1
     assert min(fits[0].logged("grad_norm")) > 0.2, "nothing to clip"
@@ -79,8 +94,8 @@ def test_nine_heads_on_three_key_value_heads(ranks: Worlds, world: int) -> None:
     check(ranks, world, Task(model=sizes))
 
 
-def with_one_and_seven_labels() -> list[Row]:
-    first, second = rows(2, padded=False)
+def with_one_and_seven_labels(family: str | None) -> list[Row]:
+    first, second = rows(2, padded=False, family=family)
     for row, kept in ((first, [3]), (second, range(2, 9))):
         labels = row["input_ids"].clone()
         row["labels"] = labels.new_full(labels.shape, IGNORE)
@@ -88,11 +103,12 @@ def with_one_and_seven_labels() -> list[Row]:
     return [first, second]
 
 
-def test_sub_batches_with_one_and_seven_labels(ranks: Worlds) -> None:
+@pytest.mark.parametrize("family", [None, "gpt2 tied", "bert"])
+def test_sub_batches_with_one_and_seven_labels(ranks: Worlds, family: str | None) -> None:
     """Case 13."""
-    data = with_one_and_seven_labels()
+    data = with_one_and_seven_labels(family)
     assert [valid(row) for row in data] == [1, 7]
-    check(ranks, 2, Task({"max_steps": 2}, rows=data))
+    check(ranks, 2, Task({"max_steps": 2}, rows=data, family=family))
 
 
 ONE_PASS = {"max_steps": -1, "num_train_epochs": 1}
@@ -101,9 +117,10 @@ ONE_PASS = {"max_steps": -1, "num_train_epochs": 1}
 @pytest.mark.parametrize(
     ("size", "count", "said"), [(1, 3, 1), (3, 6, 0), (3, 7, 1)], ids=["one row", "three rows", "a short last batch"]
 )
-def test_odd_batches(ranks: Worlds, size: int, count: int, said: int) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_odd_batches(ranks: Worlds, family: str | None, size: int, count: int, said: int) -> None:
     """Case 14: less overlap is said once, and nothing else."""
-    task = Task({"per_device_train_batch_size": size, **ONE_PASS}, rows=rows(count))
+    task = Task({"per_device_train_batch_size": size, **ONE_PASS}, rows=rows(count, family=family), family=family)
     for ours in check(ranks, 2, task):
         assert ours.steps == -(-count // size)
         assert len(ours.warnings) == said, ours.warnings
@@ -111,43 +128,62 @@ def test_odd_batches(ranks: Worlds, size: int, count: int, said: int) -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_requests_for_gradient_checkpointing(ranks: Worlds, use_reentrant: bool) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_requests_for_gradient_checkpointing(ranks: Worlds, family: str | None, use_reentrant: bool) -> None:
     """Case 16: nothing is recomputed twice, so there is no communication beyond the schedule's."""
     asked = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
-    fits = check(ranks, 2, Task(asked))
-    without = check(ranks, 2, Task())
+    fits = check(ranks, 2, Task(asked, family=family))
+    without = check(ranks, 2, Task(family=family))
     assert [fit.calls for fit in fits] == [fit.calls for fit in without]
-    assert ranks(2).run(checkpoints_layers, asked) == [False, False]
+    assert ranks(2).run(checkpoints_layers, Task(asked, family=family)) == [False, False]
 
 
-def checkpoints_layers(arguments: dict[str, Any]) -> bool:
+def checkpoints_layers(task: Task) -> bool:
     """On a rank: whether layers checkpoint themselves after training, as HF's own loop over them would then do."""
-    trainer = build(Task(arguments), {})
+    trainer = build(task, {})
     trainer.train()
     return bool(cast(Any, trainer.model).is_gradient_checkpointing)
 
 
-def freeze_the_bottom(model: PreTrainedModel) -> None:
+# Of each family: its first layer, and weights inside a layer: of keys or what is packed with them, and of the MLP.
+PLACES = {
+    None: ("model.layers.0", "model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.up_proj.weight"),
+    "gpt2 tied": ("transformer.h.0", "transformer.h.1.attn.c_attn.weight", "transformer.h.0.mlp.c_fc.weight"),
+    "bert": (
+        "bert.encoder.layer.0",
+        "bert.encoder.layer.1.attention.self.key.weight",
+        "bert.encoder.layer.0.intermediate.dense.weight",
+    ),
+}
+
+
+def freeze_the_bottom(family: str | None, model: PreTrainedModel) -> None:
     model.get_input_embeddings().requires_grad_(False)
-    model.get_submodule("model.layers.0").requires_grad_(False)
+    model.get_submodule(PLACES[family][0]).requires_grad_(False)
 
 
-def freeze_all_but_kv(model: PreTrainedModel) -> None:
+def freeze_all_but_keys(family: str | None, model: PreTrainedModel) -> None:
     model.requires_grad_(False)
-    model.get_parameter(KV).requires_grad_()
+    model.get_parameter(PLACES[family][1]).requires_grad_()
 
 
-def freeze_all_but_up(model: PreTrainedModel) -> None:
+def freeze_all_but_up(family: str | None, model: PreTrainedModel) -> None:
     model.requires_grad_(False)
-    model.get_parameter(UP).requires_grad_()
+    model.get_parameter(PLACES[family][2]).requires_grad_()
 
 
-@pytest.mark.parametrize(("world", "tmp_size"), [(2, 2), (4, 4), (4, 2)])
-@pytest.mark.parametrize("freeze", [freeze_the_bottom, freeze_all_but_kv, freeze_all_but_up])
-def test_frozen_parameters(ranks: Worlds, world: int, tmp_size: int, freeze: Callable[[PreTrainedModel], None]) -> None:
+@pytest.mark.parametrize(
+    ("family", "world", "tmp_size"),
+    [*((None, *sizes) for sizes in [(2, 2), (4, 4), (4, 2)]), ("gpt2 tied", 2, 2), ("bert", 2, 2)],
+)
+@pytest.mark.parametrize("freeze", [freeze_the_bottom, freeze_all_but_keys, freeze_all_but_up])
+def test_frozen_parameters(
+    ranks: Worlds, family: str | None, world: int, tmp_size: int, freeze: Callable[[str | None, PreTrainedModel], None]
+) -> None:
     """Case 17."""
-    fits = check(ranks, world, Task(prepare=freeze), tmp_size=tmp_size)
-    expected = one_process(ranks, per_worlds(Task(prepare=freeze), world // tmp_size))
+    task = Task(prepare=partial(freeze, family), family=family)
+    fits = check(ranks, world, task, tmp_size=tmp_size)
+    expected = one_process(ranks, per_worlds(task, world // tmp_size))
     for ours in fits:
         assert ours.trained == expected.trained == expected.gradients.keys()
         frozen = ours.start.keys() - ours.trained
@@ -160,5 +196,6 @@ def initialise_by_rank(model: PreTrainedModel) -> None:
     randomise(model, dist.get_rank())
 
 
-def test_ranks_that_initialised_other_weights(ranks: Worlds) -> None:
-    check(ranks, 4, Task(prepare=initialise_by_rank), tmp_size=2)
+@pytest.mark.parametrize("family", [None, "bert row"])
+def test_ranks_that_initialised_other_weights(ranks: Worlds, family: str | None) -> None:
+    check(ranks, 4, Task(prepare=initialise_by_rank, family=family), tmp_size=2)

@@ -14,7 +14,7 @@ from transformers import default_data_collator
 
 from ..ranks import RankError, Worlds
 from .fitting import Fit, Row, Task, assert_same, fit, one_process, rows
-from .test_trainer import ONE_PASS, check, per_worlds
+from .test_trainer import FAMILIES, ONE_PASS, check, per_worlds
 
 
 def numbered() -> list[Row]:
@@ -55,10 +55,12 @@ def test_a_stream_is_dealt_out_to_worlds(ranks: Worlds) -> None:
     assert (same, same_too) == (first, second)
 
 
-def test_total_batch_and_steps_per_epoch(ranks: Worlds) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_total_batch_and_steps_per_epoch(ranks: Worlds, family: str | None) -> None:
     """Case 11."""
     sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, **ONE_PASS}
-    for ours in check(ranks, 4, Task(sizes, rows=rows(192, seq=4)), tmp_size=2):
+    task = Task(sizes, rows=rows(192, seq=4, family=family), family=family)
+    for ours in check(ranks, 4, task, tmp_size=2):
         assert ours.total_batch == 64
         assert (ours.steps, ours.epoch) == (3, 1.0)
 

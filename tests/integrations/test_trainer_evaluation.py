@@ -22,15 +22,15 @@ def compute_metrics(prediction: EvalPrediction) -> Figures:
     return {
         "rows": len(logits),
         "label_rows": len(labels),
-        "logits": float((weight * logits.sum((1, 2))).sum()),
-        "labels": float((weight * labels.sum(1)).sum()),
+        "logits": float((weight * logits.reshape(len(logits), -1).sum(1)).sum()),
+        "labels": float((weight * labels.reshape(len(labels), -1).sum(1)).sum()),
     }
 
 
-def evaluate(count: int, arguments: dict[str, Any], oases: dict[str, Any] | None) -> Figures:
+def evaluate(count: int, arguments: dict[str, Any], oases: dict[str, Any] | None, family: str | None = None) -> Figures:
     """On a rank: evaluate twice, since Trainer puts its own gathering back after the first time."""
-    data = cast(Any, rows(count))
-    trainer = build(Task(arguments, options={"compute_metrics": compute_metrics}), oases)
+    data = cast(Any, rows(count, family=family))
+    trainer = build(Task(arguments, options={"compute_metrics": compute_metrics}, family=family), oases)
     with float64_math():
         first, second = trainer.evaluate(data), trainer.evaluate(data)
         predicted = trainer.predict(data)
@@ -58,6 +58,32 @@ def test_metrics_and_rows(ranks: Worlds, world: int, tmp_size: int, count: int) 
     assert expected["eval_rows"] == expected["predicted_rows"] == count
     for ours in ranks(world).run(evaluate, count, {}, {"tmp_size": tmp_size}):
         assert_equal(ours, expected)
+
+
+@pytest.mark.parametrize(("world", "tmp_size"), [(2, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize("family", ["gpt2 tied", "bert", "bert row", "bert token"])
+def test_other_families(ranks: Worlds, family: str, world: int, tmp_size: int) -> None:
+    """Case 12."""
+    (expected,) = ranks(1).run(evaluate, 5, {}, None, family)
+    for ours in ranks(world).run(evaluate, 5, {}, {"tmp_size": tmp_size}, family):
+        assert_equal(ours, expected)
+
+
+def loss_of(family: str, model: dict[str, Any], oases: dict[str, Any] | None) -> float:
+    """On a rank: the loss over seven rows, whose labels are floats for a model of a single one."""
+    data = rows(7, family=family)
+    if model:
+        data = [{**row, "labels": row["labels"].double()} for row in data]
+    trainer = build(Task(model=model, family=family), oases)
+    with float64_math():
+        return trainer.evaluate(cast(Any, data))["eval_loss"]
+
+
+@pytest.mark.parametrize(("family", "model"), [("bert span", {}), ("bert row", {"num_labels": 1})])
+def test_losses_in_which_no_label_stands_for_none(ranks: Worlds, family: str, model: dict[str, Any]) -> None:
+    (expected,) = ranks(1).run(loss_of, family, model, None)
+    for loss in ranks(4).run(loss_of, family, model, {"tmp_size": 2}):
+        assert_loss(loss, expected)
 
 
 @pytest.mark.parametrize("arguments", [{"eval_use_gather_object": True}, {"eval_accumulation_steps": 1}], ids=str)

@@ -1,0 +1,48 @@
+"""The command ``oases-hf``. Torch is imported when a command needs it, so that ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from .verify import command as verify
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand.
+
+    Attributes:
+        name: as it is typed.
+        summary: one line for ``--help``.
+        add_options: gives a parser its options.
+        run: does it, from the parsed options and the command line they are of; returns the exit code.
+    """
+
+    name: str
+    summary: str
+    add_options: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace, Sequence[str]], int]
+
+
+COMMANDS = (Command("verify", verify.SUMMARY, verify.add_options, verify.run),)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line ``arguments``, those of the process by default; returns the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parser = argparse.ArgumentParser("oases-hf", description="Overlapped tensor model parallelism for Hugging Face.")
+    chosen = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in COMMANDS:
+        sub = chosen.add_parser(command.name, help=command.summary)
+        command.add_options(sub)
+        sub.set_defaults(run=command.run)
+    options = parser.parse_args(arguments)
+    code: int = options.run(options, arguments)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

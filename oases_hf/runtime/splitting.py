@@ -1,0 +1,44 @@
+"""A layer's arguments, split by rows into those of its sub-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+Context = Mapping[str, Any]
+
+
+def unsplittable(contexts: Sequence[Context], per_sample: Sequence[str]) -> str | None:
+    """What among the layers' arguments cannot be split by rows, or is not known to be; None when all can.
+
+    Among these are flex attention's masks, and the lengths that collators for flash attention count over all rows.
+    """
+    for context in contexts:
+        for name, value in context.items():
+            tensor = torch.is_tensor(value)
+            fits = value is None or tensor or isinstance(value, tuple | list)
+            if not fits if name in per_sample else tensor and value.dim() > 0:
+                return f"{name} of type {type(value).__name__}"
+    return None
+
+
+def parts_of(context: Context, per_sample: Sequence[str], batch: int, sub_batches: int) -> list[dict[str, Any]]:
+    """The arguments for each sub-batch of a batch of so many rows."""
+    if sub_batches == 1:
+        return [dict(context)]
+    split = {name: value for name, value in context.items() if name in per_sample}
+    return [
+        {**context, **{name: _part(value, batch, sub_batches, k) for name, value in split.items()}}
+        for k in range(sub_batches)
+    ]
+
+
+def _part(value: Any, batch: int, sub_batches: int, k: int) -> Any:
+    """Part ``k`` of what is given per sample; what is broadcast over samples stays whole."""
+    if isinstance(value, tuple | list):
+        return type(value)(_part(item, batch, sub_batches, k) for item in value)
+    if torch.is_tensor(value) and value.dim() > 1 and value.shape[0] == batch:
+        return value.tensor_split(sub_batches)[k]
+    return value

@@ -1,0 +1,1 @@
+"""``oases-hf verify``: whether training with this package equals plain Hugging Face, measured on the user's machine."""

@@ -1,0 +1,26 @@
+"""Covering arrays: few rows of settings that have every two values of different settings together somewhere."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+Row = tuple[object, ...]
+Pair = tuple[int, object, int, object]
+
+
+def pairs_of(row: Row) -> set[Pair]:
+    """Every two values of a row, by their columns."""
+    return {(i, left, j, right) for (i, left), (j, right) in itertools.combinations(enumerate(row), 2)}
+
+
+def covering(*settings: Sequence[object]) -> list[Row]:
+    """Rows that cover every pair of values; always the same, each the first that adds most."""
+    product = list(itertools.product(*settings))
+    left = set().union(*map(pairs_of, product))
+    chosen = []
+    while left:
+        best = max(product, key=lambda row: len(pairs_of(row) & left))
+        chosen.append(best)
+        left -= pairs_of(best)
+    return chosen
