@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .distances import Tensors, distance, gradients, norm, on_cpu, parameters
-from .outcome import GRADIENT_FLOOR, relative
+from .outcome import GRADIENT_FLOOR, larger, relative, relative_loss
 from .subject import Subject
 from .training import MICRO_BATCHES, adamw, plain_backward, train, use_other_attention
 
@@ -43,38 +43,47 @@ class Plain:
         self.weights.append(on_cpu(parameters(self.model)))
 
     def updates(self) -> list[dict[str, float]]:
-        """The norm of what each step changed of each parameter."""
-        return [_distances(after, before) for before, after in zip(self.weights, self.weights[1:], strict=False)]
+        """The norm of what each step changed of each parameter, and of what its dtype cannot hold of a change."""
+        return [
+            {name: distance(after[name], value) + _unit(value) * norm(value) for name, value in before.items()}
+            for before, after in zip(self.weights, self.weights[1:], strict=False)
+        ]
+
+
+def _unit(tensor: Tensor) -> float:
+    """How far rounding to the dtype moves a number, relative to it."""
+    return torch.finfo(tensor.dtype).eps / 2
 
 
 @dataclass
 class Noise:
-    """How far a run with other kernels is from ``plain``; its steps start from the weights of that one.
+    """How far a run with other kernels is from ``plain``, at worst; its steps start from the weights of that one.
 
     Attributes:
         kernels: what is different, in words.
-        losses: of each step.
-        gradients: relative, of each step, by parameter name.
+        loss: relative.
+        gradients: relative, by parameter name.
         updates: likewise.
     """
 
     plain: Plain
     model: PreTrainedModel
     kernels: str
-    losses: list[float] = field(default_factory=list)
-    gradients: list[dict[str, float]] = field(default_factory=list)
-    updates: list[dict[str, float]] = field(default_factory=list)
+    loss: float = 0.0
+    gradients: dict[str, float] = field(default_factory=dict)
+    updates: dict[str, float] = field(default_factory=dict)
 
     def backward_done(self, step: int, loss: float) -> None:
-        """Compare the gradients."""
+        """Compare loss and gradients."""
         wanted = self.plain.gradients[step]
-        self.losses.append(loss)
-        self.gradients.append(relative(_distances(gradients(self.model), wanted), norms(wanted), GRADIENT_FLOOR))
+        self.loss = max(self.loss, relative_loss(loss, self.plain.losses[step]))
+        found = relative(_distances(gradients(self.model), wanted), norms(wanted), GRADIENT_FLOOR)
+        self.gradients = larger(self.gradients, found)
 
     def step_done(self, step: int) -> None:
         """Compare the weights, then take those of the other run."""
         ours, wanted = parameters(self.model), self.plain.weights[step + 1]
-        self.updates.append(relative(_distances(ours, wanted), self.plain.updates()[step]))
+        self.updates = larger(self.updates, relative(_distances(ours, wanted), self.plain.updates()[step]))
         for name, tensor in ours.items():
             tensor.copy_(wanted[name])
 
@@ -87,26 +96,26 @@ class Expected:
         model: the class of the model.
         parameters: how many numbers they are.
         attention: the implementation that all runs but the noisy one use.
-        kernels: what was different in the noisy run, in words.
-        losses: of one process.
-        noisy_losses: with other kernels.
+        losses: of each step.
         gradients: norms.
-        gradient_noise: relative.
-        updates: norms.
-        update_noise: relative.
+        updates: norms, and what is lost in them to rounding.
+        kernels: what was different in the noisy run, in words.
+        loss_noise: relative, at worst.
+        gradient_noise: likewise.
+        update_noise: likewise.
         seconds: what the two runs took.
     """
 
     model: str
     parameters: int
     attention: str
-    kernels: str
     losses: list[float]
-    noisy_losses: list[float]
     gradients: list[dict[str, float]]
-    gradient_noise: list[dict[str, float]]
     updates: list[dict[str, float]]
-    update_noise: list[dict[str, float]]
+    kernels: str
+    loss_noise: float
+    gradient_noise: dict[str, float]
+    update_noise: dict[str, float]
     seconds: tuple[float, float]
 
 
@@ -125,12 +134,12 @@ def run_alone(subject: Subject, device: torch.device) -> tuple[Plain, Expected]:
         model=name,
         parameters=count,
         attention=attention,
-        kernels=noise.kernels,
         losses=plain.losses,
-        noisy_losses=noise.losses,
         gradients=[norms(step) for step in plain.gradients],
-        gradient_noise=noise.gradients,
         updates=plain.updates(),
+        kernels=noise.kernels,
+        loss_noise=noise.loss,
+        gradient_noise=noise.gradients,
         update_noise=noise.updates,
         seconds=(halfway - began, time.perf_counter() - halfway),
     )

@@ -16,9 +16,10 @@ from .launch import BROKEN, USAGE, run_ranks
 from .settings import ATTENTIONS, DEVICES, HEADS, PRECISIONS, Settings
 
 SUMMARY = "compare training on TMP ranks with one plain Hugging Face process"
-DESCRIPTION = """Train a model for a few AdamW steps twice, from the same weights, data and seed: in one plain Hugging
-Face process, and on ranks that share each batch. Print losses, gradients and updates of both, and PASS or FAIL.
-A third run, of one process with other kernels, measures how far two right runs differ: the noise.
+DESCRIPTION = """Train a model for a few AdamW steps twice, on the same data: in one plain Hugging Face process, and on
+ranks that share each batch. Print losses, gradients and updates of both, step by step from the same weights, and PASS
+or FAIL. A third run, of one process with other kernels, measures how far two right runs differ: the noise.
+The first rank holds the model whole, and two copies of it per step in host memory.
 Exit code: 0 PASS, 1 FAIL, 2 wrong usage, 3 the run could not be completed."""
 
 
@@ -29,10 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
     def add(name: str, text: str, **how: Any) -> None:
         default = defaults[name.lstrip("-").replace("-", "_")]
-        note = "" if default in (None, False) else f" (default: {default:g})" if isinstance(default, float) else None
-        parser.add_argument(
-            name, default=default, help=text + (f" (default: {default})" if note is None else note), **how
-        )
+        parser.add_argument(name, default=default, help=_with_default(text, default), **how)
 
     parser.add_argument("model", nargs="?", metavar="MODEL", help="hub id or folder of a Hugging Face model")
     add("--config", "config.json, or the folder of one, to verify with random weights", metavar="FILE")
@@ -52,6 +50,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--device", "default: cuda with a GPU per rank, else cpu", choices=DEVICES)
     add("--time-limit-s", "seconds after which to give up", type=float, metavar="S")
     parser.add_argument("--rendezvous", help=argparse.SUPPRESS)
+
+
+def _with_default(text: str, default: object) -> str:
+    if default in (None, False):
+        return text
+    return f"{text} (default: {default:g})" if isinstance(default, float) else f"{text} (default: {default})"
 
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:

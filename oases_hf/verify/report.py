@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from ..models.converted import converted
 from .alone import Expected
-from .outcome import MULTIPLE, Row
+from .outcome import Row
 from .settings import Settings
 
 _RUN = "  {:<12}{:>8.1f} s  {}"
@@ -69,9 +69,7 @@ class Report:
     def _verdict(self) -> str:
         bad = [row for row in self.rows if not row.ok]
         if not bad:
-            return (
-                f"PASS: {self._ranks} and one process differ by no more than is allowed, {MULTIPLE:g} × noise or more"
-            )
+            return f"PASS: {self._ranks} and one process differ by no more than is allowed"
         # What is wrong first, by parameter rather than in the loss, tells most; the rest follows from it.
         row = min(bad, key=lambda row: (row.parameter is None, row.step, row.what))
         what = f"{row.what} of {row.parameter}" if row.parameter else row.what
@@ -81,9 +79,8 @@ class Report:
 def _line(row: Row) -> str:
     values = "".join(f"{value:>13.6f}" for value in row.values) if row.values else " " * 26
     figures = f"{row.difference:>13.1e}{row.noise:>10.1e}{row.allowed:>10.1e}"
-    return (
-        f"{f'{row.what} {row.step}':<14}{values}{figures}  {row.parameter or ''}{'' if row.ok else '  FAIL'}".rstrip()
-    )
+    worst = f"{row.parameter or ''}{'' if row.ok else '  FAIL'}"
+    return f"{f'{row.what} {row.step}':<14}{values}{figures}  {worst}".rstrip()
 
 
 def _count(number: int) -> str:

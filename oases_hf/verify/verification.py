@@ -83,12 +83,12 @@ class _Parallel:
     def backward_done(self, step: int, loss: float) -> None:
         """Compare loss and gradients."""
         expected, least = self._expected, self._least
-        self._rows.append(compare_losses(step + 1, expected.losses[step], loss, expected.noisy_losses[step], least))
+        self._rows.append(compare_losses(step + 1, expected.losses[step], loss, expected.loss_noise, least))
         whole = None if self._plain is None else self._plain.gradients[step]
         distances = shard_distances(converted(self.model), gradients(self.model), whole)
         differences = relative(distances, expected.gradients[step], GRADIENT_FLOOR)
-        noise, same = expected.gradient_noise[step], dict.fromkeys(distances, least)
-        self._rows.append(compare("gradients", step + 1, differences, noise, same))
+        same = dict.fromkeys(distances, least)
+        self._rows.append(compare("gradients", step + 1, differences, expected.gradient_noise, same))
 
     def step_done(self, step: int) -> None:
         """Compare the weights, then take those of one process."""
@@ -97,4 +97,4 @@ class _Parallel:
         distances = shard_distances(state, parameters(self.model), whole, overwrite=True)
         differences = relative(distances, expected.updates[step])
         least = {name: least_update(state.layouts[name].numel) for name in distances}
-        self._rows.append(compare("update", step + 1, differences, expected.update_noise[step], least))
+        self._rows.append(compare("update", step + 1, differences, expected.update_noise, least))

@@ -18,6 +18,7 @@ from oases_hf.verify import verification
 from oases_hf.verify.training import parallel
 
 NORM = "model.layers.0.input_layernorm.weight"
+LAST_NORM = "model.norm.weight"
 KEYS = "model.layers.0.self_attn.k_proj.weight"
 
 
@@ -110,7 +111,7 @@ def one_rank_steps_further() -> Iterator[None]:
         axis = converted(model).mesh.tmp
         if axis.rank == axis.size - 1:
             with torch.no_grad():
-                model.get_parameter("model.norm.weight").mul_(2)
+                model.get_parameter(LAST_NORM).mul_(2)
 
     with _altered(gradients_are_there=move):
         yield

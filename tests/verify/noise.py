@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 -m tests.verify.noise
 
-On CPU ranks or, with one for each, on GPUs. 2026-11, 2 and 3 CPU ranks, 3 seeds, oases and megatron: gradients
-differed by up to 3.1 times the noise and updates by up to 1.5 times, of all precisions.
+On CPU ranks or, with one for each, on GPUs. A loss is one number, whose noise may be none by luck, as may be that of
+float64, where Hugging Face rounds to float32 alike in all runs: there the ratio says nothing, and the least counts.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ WIDE = {"hidden_size": 480, "intermediate_size": 1000, "num_hidden_layers": 4}
 
 @contextmanager
 def nothing_but_noise() -> Iterator[None]:
-    """What is allowed is the noise, not a multiple and no minimum."""
+    """What is allowed is the noise, no multiple of it; of losses and gradients, nothing if there is none."""
     none = dict.fromkeys(PRECISIONS, 0.0)
     with (
-        mock.patch.object(outcome, "MULTIPLE", 1.0),
-        mock.patch.multiple(verification, LEAST=none, least_update=lambda elements: 0.0),
+        mock.patch.object(outcome, "MULTIPLE", dict.fromkeys(outcome.MULTIPLE, 1.0)),
+        mock.patch.object(verification, "LEAST", none),
     ):
         yield
 

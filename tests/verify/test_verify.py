@@ -21,7 +21,7 @@ from oases_hf.verify.verification import verify
 from ..families import FAMILIES
 from ..ranks import Worlds
 from ..tiny import tiny_llama
-from .faults import FAULTS, KEYS, NORM
+from .faults import FAULTS, KEYS, LAST_NORM, NORM
 
 SEQ = 24
 SMALL: dict[str, Any] = {"seq": SEQ, "steps": 2}
@@ -129,14 +129,21 @@ def test_a_model_without_a_head_gets_one(ranks: Worlds, folder: Folder) -> None:
     assert found.lines[0].startswith("BertForMaskedLM from ")
 
 
+NAMED = {
+    "norm gradient halved": re.escape(f"gradients of {NORM}"),
+    "KV gradient not summed": re.escape(f"gradients of {KEYS}"),
+    "one rank steps further": re.escape(f"update of {LAST_NORM}"),
+}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "mixed"])
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "none"])
 def test_planted_faults_are_found(ranks: Worlds, folder: Folder, fault: str, dtype: Any) -> None:
     settings = Settings(folder("one KV head"), dtype=dtype, **SMALL)
     found = check(ranks(2).run(verified, settings, fault), settings)
     assert not found.ok, "\n".join(found.lines)
-    name = {"norm gradient halved": re.escape(NORM), "KV gradient not summed": re.escape(KEYS)}.get(fault, r"\S+\.\w+")
-    assert re.match(rf"FAIL: gradients of {name}: off by \S+ at step \d, allowed is \S+$", found.lines[-1])
+    what = NAMED.get(fault, r"gradients of \S+\.\w+")
+    assert re.match(rf"FAIL: {what}: off by \S+ at step 1, allowed is \S+$", found.lines[-1]), found.lines[-1]
 
 
 def refusal(settings: Settings) -> str:
