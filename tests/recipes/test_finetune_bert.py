@@ -45,7 +45,6 @@ def test_learns_and_exports_what_one_process_reloads(tokenizer: PreTrainedTokeni
     assert json.loads((tmp_path / "tuned" / "config.json").read_text())["id2label"] == {"0": "cat", "1": "dog"}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.dist
 def test_real_weights_learn_the_same_on_one_and_two_ranks(tmp_path: Path) -> None:
@@ -55,12 +54,12 @@ def test_real_weights_learn_the_same_on_one_and_two_ranks(tmp_path: Path) -> Non
     printed = {}
     for ranks, launcher in ((1, None), (2, TWO_RANKS)):
         files = [f"--model={tmp_path}/model", f"--dataset={tmp_path}/topics.jsonl", f"--output={tmp_path}/{ranks}"]
-        options = [*files, "--max_steps", "30", "--dropout", "0"]
+        options = [*files, "--max_steps", "30", "--batch_size", "16", "--dropout", "0"]
         printed[ranks] = run_recipe("finetune_bert.py", options, tmp_path, launcher, timeout_s=280)[-1]
     assert printed[1] == printed[2]
     right, of, same = read(printed[1])
     assert same == of == 128
-    assert right > 50, "of 21 topics"
+    assert right > 50, "more than have the most frequent topic"
     alone, shared = (logits_of(tmp_path / str(ranks), tmp_path / "topics.jsonl") for ranks in (1, 2))
     assert alone.argmax(-1).equal(shared.argmax(-1))
     torch.testing.assert_close(alone, shared, rtol=0, atol=1e-4)
