@@ -20,11 +20,11 @@ sys.exit(rank)
 """
 
 REDUCE = """
-import torch, torch.distributed as dist
+import sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.ones(1)
 dist.all_reduce(total)
-print(int(total))
+sys.stdout.write(f"{int(total)}\\n")
 dist.destroy_process_group()
 """
 

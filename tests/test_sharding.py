@@ -94,7 +94,7 @@ def _sum_of_shares(
     for rank in range(degree):
         mine, sharder = copy.deepcopy(layer), Sharder(rank)
         mine.zero_grad()
-        link = Link(Axis(tuple(range(degree)), rank, None), managed=True)
+        link = Link(Axis(tuple(range(degree)), rank), managed=True)
         shard_layer(mine, LLAMA, units, link, sharder)
         ranks.append(mine)
         layouts.append(sharder.layouts)

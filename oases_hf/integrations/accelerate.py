@@ -151,6 +151,8 @@ def _tell_accelerate(accelerator: Accelerator, model: PreTrainedModel, mesh: Mes
     own.__dict__ = dict(accelerator.state.__dict__)
     own.parallelism_config = config
     own.device_mesh = config.get_device_mesh(accelerator.device.type)
+    # What torch keeps there for torch.compile would outlive destroy_process_group: see Axis.
+    getattr(own.device_mesh, "_pg_registry", {}).clear()
     accelerator.state = own
     object.__setattr__(model, "_tp_size", mesh.tmp.size)
     # Accelerate expects DTensors of a model on such a mesh, and says that it skips their preparation.

@@ -6,6 +6,7 @@ Ranks are laid out ``world = data × tmp`` with the TMP world innermost: with 4 
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
@@ -50,11 +51,15 @@ class Traffic:
 
 @dataclass
 class Axis:
-    """The ranks along one axis of the mesh that this rank belongs to; ``group`` is None for a single rank."""
+    """The ranks along one axis of the mesh that this rank belongs to.
+
+    torch owns the process group: were it held here as well, its threads would outlive
+    ``destroy_process_group`` and could abort the interpreter as it ends.
+    """
 
     ranks: tuple[int, ...]
     rank: int
-    group: dist.ProcessGroup | None
+    reference: weakref.ref[dist.ProcessGroup] | None = None
     traffic: Traffic = field(default_factory=Traffic)
 
     def __deepcopy__(self, memo: object) -> Axis:
@@ -65,6 +70,23 @@ class Axis:
     def size(self) -> int:
         """The number of ranks."""
         return len(self.ranks)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group, None for a single rank.
+
+        Raises:
+            DistributedError: the process group was destroyed.
+        """
+        if self.reference is None:
+            return None
+        group = self.reference()
+        if group is None:
+            raise DistributedError(
+                f"the process group of the ranks {self.ranks} was destroyed; a converted model needs it as long as it "
+                "is used: call destroy_process_group, or Accelerator.end_training, last"
+            )
+        return group
 
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
         """Reduce ``tensor`` in place over the axis, blocking; returns it."""
@@ -167,13 +189,13 @@ class Mesh:
 
 def _axis(partition: list[list[int]], rank: int, backend: str | None = None) -> Axis:
     """The part of ``partition`` that ``rank`` is in; groups are made by all ranks, in one order."""
-    mine = Axis((rank,), 0, None)
+    mine = Axis((rank,), 0)
     for ranks in partition:
         if len(ranks) == 1:
             continue
         group = dist.new_group(ranks, timeout=_world_timeout(), backend=backend)
         if rank in ranks:
-            mine = Axis(tuple(ranks), ranks.index(rank), group)
+            mine = Axis(tuple(ranks), ranks.index(rank), weakref.ref(group))
     return mine
 
 

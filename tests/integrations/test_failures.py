@@ -1,4 +1,4 @@
-"""One rank fails in training: all end, soon, and the cause is shown. In fresh processes, plain and launched."""
+"""How processes end: after training, in order; when one rank fails, all, soon, with its cause shown."""
 
 from __future__ import annotations
 
@@ -32,6 +32,21 @@ trainer.train()
 print("went on")
 """
 
+ENDING = """
+import atexit, sys
+from pathlib import Path
+import torch.distributed as dist
+
+def report():
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    sys.stdout.write(f"{dist.is_initialized()} {sorted({name for name in names if 'gloo' in name})}\\n")
+
+atexit.register(report)  # before ours, so it is called after it
+
+from tests.integrations.fitting import Task, build
+build(Task({"max_steps": 2}), {"tmp_size": 2}).train()
+"""
+
 ALONE = """
 from accelerate import Accelerator
 from oases_hf import OasesPlugin
@@ -52,6 +67,14 @@ def seconds_since_it_raised(output: str) -> float:
     match = re.search(r"raised at (\d+\.\d+)", output)
     assert match, output
     return time.time() - float(match[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads the names of threads from /proc")
+def test_no_thread_of_a_process_group_outlives_training(tmp_path: Path) -> None:
+    """One that does aborts the process now and then, when it wants the interpreter as that ends."""
+    for process in launch(2, [script(tmp_path, ENDING)]):
+        assert process.returncode == 0, process.stderr
+        assert process.stdout.splitlines()[-1] == "False []"
 
 
 def test_all_ranks_end_when_one_raises(tmp_path: Path) -> None:
