@@ -1,15 +1,6 @@
 """Schedules as data: instructions, builders, passes and the check. Imports neither torch nor transformers."""
 
-from .builders import (
-    SCHEDULES,
-    blocking,
-    defer_weight_grads,
-    in_pieces,
-    kind,
-    reduce_grads,
-    stop_early,
-    without_backward_below,
-)
+from .builders import SCHEDULES, kind
 from .check import around, check, requires
 from .instructions import (
     Backward,
@@ -22,10 +13,24 @@ from .instructions import (
     Recompute,
     ReduceGrads,
     Schedule,
+    Slice,
     StartAsync,
     Sync,
+    block_of,
     from_text,
     to_text,
+)
+from .passes import (
+    Move,
+    blocking,
+    defer_weight_grads,
+    in_pieces,
+    keep_graphs,
+    moves,
+    reduce_grads,
+    reshard,
+    stop_early,
+    without_backward_below,
 )
 
 __all__ = [
@@ -36,21 +41,27 @@ __all__ = [
     "Collective",
     "Forward",
     "Instruction",
+    "Move",
     "Project",
     "Recompute",
     "ReduceGrads",
     "Schedule",
+    "Slice",
     "StartAsync",
     "Sync",
     "around",
+    "block_of",
     "blocking",
     "check",
     "defer_weight_grads",
     "from_text",
     "in_pieces",
+    "keep_graphs",
     "kind",
+    "moves",
     "reduce_grads",
     "requires",
+    "reshard",
     "stop_early",
     "to_text",
     "without_backward_below",

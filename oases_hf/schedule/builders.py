@@ -1,4 +1,4 @@
-"""Builders of the five schedules, and passes that turn one schedule into another.
+"""Builders of the five schedules.
 
 A builder takes the number of blocks and sub-batches and returns instructions; ``blocks_per_layer``
 is the granularity of recompute of the schedules that recompute whole layers. Writing ``AR`` for
@@ -8,27 +8,13 @@ all-reduces per two-block layer and sub-batch: ``megatron`` 6, ``wang`` 6 (in pi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from ..plan import ScheduleName, check_schedule_name
-from .instructions import (
-    Backward,
-    BackwardInput,
-    BackwardWeight,
-    Collective,
-    Forward,
-    Instruction,
-    Project,
-    Recompute,
-    ReduceGrads,
-    Schedule,
-    StartAsync,
-    Sync,
-    pieces_of,
-)
+from .instructions import Backward, Collective, Forward, Instruction, Recompute, Schedule, StartAsync, Sync
+from .passes import blocking, in_pieces, stop_early
 
-Ops = Iterable[Instruction]
 WANG_PIECES = 4
 
 
@@ -50,7 +36,7 @@ def _forward(blocks: int, sub_batches: int, kept_every: int) -> Iterator[Instruc
         for k in range(sub_batches):
             if block > 0:
                 yield Sync(_output(block - 1, k))
-            yield Forward(block, k, keep_input=block % kept_every == 0)
+            yield Forward(block, k, keep="input" if block % kept_every == 0 else "nothing")
             yield StartAsync(_output(block, k))
     for k in range(sub_batches):
         yield Sync(_output(blocks - 1, k))
@@ -140,120 +126,6 @@ def oases(blocks: int, sub_batches: int, blocks_per_layer: int = 2) -> Schedule:
             backward += [Backward(block, k), StartAsync(_input_grad(block, k))]
     backward += [Sync(_input_grad(0, k)) for k in range(sub_batches)]
     return Schedule(tuple(_forward(blocks, sub_batches, 1)), tuple(backward))
-
-
-def _mapped(schedule: Schedule, change: Callable[[Ops], Iterator[Instruction]]) -> Schedule:
-    return Schedule(tuple(change(schedule.forward)), tuple(change(schedule.backward)))
-
-
-def blocking(schedule: Schedule) -> Schedule:
-    """The same work, every collective awaited at once."""
-
-    def change(ops: Ops) -> Iterator[Instruction]:
-        for op in ops:
-            if not isinstance(op, Sync):
-                yield op
-            if isinstance(op, StartAsync):
-                yield Sync(op.collective)
-
-    return _mapped(schedule, change)
-
-
-def in_pieces(schedule: Schedule, pieces: int) -> Schedule:
-    """The same work, each block's output projected, sent and awaited in ``pieces``."""
-    if pieces == 1:
-        return schedule
-    sent = {op.collective for op in schedule.backward if isinstance(op, StartAsync)}
-
-    def parts(collective: Collective) -> tuple[Collective, ...]:
-        return pieces_of(collective.block, collective.sub_batch, collective.tensor, pieces)
-
-    def change(ops: Ops) -> Iterator[Instruction]:
-        for op in ops:
-            match op:
-                # A recomputed output that is not sent stays whole: nothing would project its pieces.
-                case Recompute(block, k) if _recomputed(block, k) not in sent:
-                    yield op
-                case Forward() | Recompute():
-                    yield replace(op, pieces=pieces)
-                case StartAsync(Collective(tensor="output" | "recomputed") as collective):
-                    for part in parts(collective):
-                        yield Project(part)
-                        yield StartAsync(part)
-                case Sync(Collective(tensor="output" | "recomputed") as collective):
-                    yield from map(Sync, parts(collective))
-                case _:
-                    yield op
-
-    return _mapped(schedule, change)
-
-
-def stop_early(schedule: Schedule) -> Schedule:
-    """The same without the recompute all-reduces that nobody reads: those of a layer's last block.
-
-    PyTorch's checkpoint stops so; ``megatron`` then has 5 all-reduces per layer instead of 6.
-    """
-    kept = {op.block for op in schedule.forward if isinstance(op, Forward) and op.keep_input}
-    last = schedule.blocks - 1
-
-    def unread(op: Instruction) -> bool:
-        if not isinstance(op, StartAsync | Sync) or op.collective.tensor != "recomputed":
-            return False
-        return op.collective.block == last or op.collective.block + 1 in kept
-
-    return _mapped(schedule, lambda ops: (op for op in ops if not unread(op)))
-
-
-def defer_weight_grads(schedule: Schedule) -> Schedule:
-    """The same, weight gradients computed while the all-reduce of the input's gradient runs."""
-
-    def change(ops: Ops) -> Iterator[Instruction]:
-        for op in ops:
-            match op:
-                case Backward(block, k):
-                    yield BackwardInput(block, k)
-                case StartAsync(Collective(block, k, "input_grad")):
-                    yield op
-                    yield BackwardWeight(block, k)
-                case _:
-                    yield op
-
-    return _mapped(schedule, change)
-
-
-def reduce_grads(schedule: Schedule) -> Schedule:
-    """The same, each block's data-parallel reduction started when its weight gradients are complete.
-
-    It starts behind the block's last input gradient, which the next block waits for.
-    """
-    last: dict[int, int] = {}
-    for i, op in enumerate(schedule.backward):
-        match op:
-            case Backward(block) | BackwardWeight(block) | StartAsync(Collective(block, _, "input_grad")):
-                last[block] = i
-    after = {i: ReduceGrads(block) for block, i in last.items()}
-    backward: list[Instruction] = []
-    for i, op in enumerate(schedule.backward):
-        backward += [op, after[i]] if i in after else [op]
-    return Schedule(schedule.forward, tuple(backward))
-
-
-def without_backward_below(schedule: Schedule, first: int) -> tuple[Schedule, int]:
-    """The same without the backward of the blocks below ``first``, and the first block that is left.
-
-    That is ``first`` or the block before it from which a recompute starts: a layer that is
-    recomputed from its first block stays whole. With ``first`` behind the last block no backward is left.
-    """
-    kept = [op.block for op in schedule.forward if isinstance(op, Forward) and op.keep_input and op.block <= first]
-    start = max(kept, default=0) if first < schedule.blocks else first
-
-    def block_of(op: Instruction) -> int:
-        return op.collective.block if isinstance(op, Project | StartAsync | Sync) else op.block
-
-    forward = (
-        replace(op, keep_input=False) if isinstance(op, Forward) and op.block < start else op for op in schedule.forward
-    )
-    return Schedule(tuple(forward), tuple(op for op in schedule.backward if block_of(op) >= start)), start
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ plays a schedule against it. The runtime keeps tensors where this module keeps f
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from types import MappingProxyType
+from typing import Literal, assert_never, get_args
 
 from ..errors import ScheduleError
 from .instructions import (
@@ -18,15 +19,18 @@ from .instructions import (
     Collective,
     Forward,
     Instruction,
+    Moved,
     Project,
     Recompute,
+    Reduced,
     ReduceGrads,
     Schedule,
+    Slice,
     StartAsync,
     Sync,
-    Tensor,
     to_text,
 )
+from .passes import Move
 
 Name = Literal[
     "hidden",  # the input of a block, in forward
@@ -34,9 +38,12 @@ Name = Literal[
     "inner",  # what a projection is applied to
     "projected",  # a piece whose projection is done
     "partial",  # a tensor ready for its all-reduce
-    "flying",  # an all-reduce that runs: its buffer is nobody's
+    "to_gather",  # rows that the ranks of the next block each have a part of
+    "to_slice",  # rows of which a replica of the next block wants a part
+    "flying",  # a collective that runs: its buffer is nobody's
     "arrived",  # an all-reduce that is done
-    "graph",  # a recomputed block, ready for backward
+    "recording",  # a forward in pieces that keeps its graph
+    "graph",  # a block ready for backward
     "grad",  # the whole gradient of a block's output
     "queued",  # weight gradients put off
     "weight_grad",  # a sub-batch's share of a block's weight gradients, in place
@@ -65,7 +72,9 @@ def requires(op: Instruction, sub_batches: int) -> list[Fact]:
         case Project(collective):
             return [Fact("inner", collective.siblings()[0])]
         case StartAsync(collective):
-            return [Fact("partial", collective)]
+            return [Fact("to_gather" if _is_moved(collective) else "partial", collective)]
+        case Slice(collective):
+            return [Fact("to_slice", collective)]
         case Sync(collective):
             return [Fact("flying", collective)]
         case Backward(block, k) | BackwardInput(block, k):
@@ -78,32 +87,53 @@ def requires(op: Instruction, sub_batches: int) -> list[Fact]:
             assert_never(op)
 
 
-def _outputs(tensor: Tensor, op: Forward | Recompute) -> Fact:
+def _is_moved(collective: Collective) -> bool:
+    return collective.tensor in get_args(Moved)
+
+
+def _outputs(tensor: Reduced, op: Forward | Recompute) -> Fact:
     first = Collective(op.block, op.sub_batch, tensor, 0, op.pieces)
     return Fact("partial" if op.pieces == 1 else "inner", first)
 
 
-def _joined(collective: Collective) -> Fact:
+def _there(tensor: Moved, block: int, k: int) -> Fact:
+    """The stream, or its gradient, is there in the rows of whoever reads it next."""
+    return Fact("grad", (block - 1, k)) if tensor == "grad" else Fact(tensor, (block, k))
+
+
+def _reaches(tensor: Moved, block: int, k: int, changes: Mapping[int, Move]) -> Fact:
+    """What holds when the stream gets from the block before to ``block``, or its gradient the other way."""
+    if block not in changes:
+        return _there(tensor, block, k)
+    gathers = (changes[block] == "gather") != (tensor == "grad")
+    return Fact("to_gather" if gathers else "to_slice", Collective(block, k, tensor))
+
+
+def _joined(collective: Collective, changes: Mapping[int, Move]) -> Fact:
     """What the last piece of a collective brings about."""
     block, k = collective.block, collective.sub_batch
     match collective.tensor:
         case "output":
-            return Fact("hidden", (block + 1, k))
+            return _reaches("hidden", block + 1, k, changes)
         case "recomputed":
-            return Fact("input", (block + 1, k))
+            return _reaches("input", block + 1, k, changes)
         case "input_grad":
-            return Fact("grad", (block - 1, k))
+            return _reaches("grad", block, k, changes)
+        case "hidden" | "input" | "grad":
+            return _there(collective.tensor, block, k)
         case _:
             assert_never(collective.tensor)
 
 
-def _apply(op: Instruction, facts: set[Fact]) -> None:
+def _apply(op: Instruction, facts: set[Fact], changes: Mapping[int, Move]) -> None:
     """Change ``facts`` to what holds after ``op``."""
     match op:
-        case Forward(block, k, _, keep_input):
+        case Forward(block, k, pieces, keep):
             facts.add(_outputs("output", op))
-            if keep_input:
+            if keep == "input":
                 facts.add(Fact("input", (block, k)))
+            elif keep == "graph":
+                facts.add(Fact("graph" if pieces == 1 else "recording", (block, k)))
         case Recompute(block, k, pieces):
             facts.add(_outputs("recomputed", op))
             if pieces == 1:
@@ -111,18 +141,23 @@ def _apply(op: Instruction, facts: set[Fact]) -> None:
         case Project(collective):
             facts |= {Fact("partial", collective), Fact("projected", collective)}
             whole = all(Fact("projected", piece) in facts for piece in collective.siblings())
-            if whole and collective.tensor == "recomputed":
-                facts.add(Fact("graph", (collective.block, collective.sub_batch)))
+            at = (collective.block, collective.sub_batch)
+            if whole and (collective.tensor == "recomputed" or Fact("recording", at) in facts):
+                facts.add(Fact("graph", at))
         case StartAsync(collective):
-            facts.remove(Fact("partial", collective))
+            facts.remove(Fact("to_gather" if _is_moved(collective) else "partial", collective))
             facts.add(Fact("flying", collective))
+        case Slice(collective):
+            facts.remove(Fact("to_slice", collective))
+            facts.add(_joined(collective, changes))
         case Sync(collective):
             facts.remove(Fact("flying", collective))
             facts.add(Fact("arrived", collective))
             if all(Fact("arrived", piece) in facts for piece in collective.siblings()):
-                facts.add(_joined(collective))
+                facts.add(_joined(collective, changes))
         case Backward(block, k) | BackwardInput(block, k):
             facts.remove(Fact("graph", (block, k)))
+            facts.discard(Fact("input", (block, k)))  # let go
             facts.add(Fact("partial", Collective(block, k, "input_grad")))
             facts.add(Fact("weight_grad" if isinstance(op, Backward) else "queued", (block, k)))
         case BackwardWeight(block, k):
@@ -153,7 +188,14 @@ def _work(op: Instruction) -> Hashable:
             return op
 
 
-def _play(half: str, ops: Sequence[Instruction], facts: set[Fact], done: set[Hashable], sub_batches: int) -> None:
+def _play(
+    half: str,
+    ops: Sequence[Instruction],
+    facts: set[Fact],
+    done: set[Hashable],
+    sub_batches: int,
+    changes: Mapping[int, Move],
+) -> None:
     for position, op in enumerate(ops):
         work = _work(op)
         if work in done:
@@ -168,7 +210,7 @@ def _play(half: str, ops: Sequence[Instruction], facts: set[Fact], done: set[Has
                 f"{half} step {position}, {to_text(op)}: {missing[0]} does not hold yet; "
                 f"move it behind what makes that: {around(ops, position)}"
             )
-        _apply(op, facts)
+        _apply(op, facts, changes)
     flying = sorted(str(fact.of) for fact in facts if fact.name == "flying")
     if flying:
         raise ScheduleError(f"{half}: {', '.join(flying)} started and never awaited; add the Sync")
@@ -180,7 +222,13 @@ def _demand(half: str, facts: set[Fact], wanted: list[Fact]) -> None:
             raise ScheduleError(f"{half} ends, and {fact} was never made")
 
 
-def check(schedule: Schedule, blocks: int, sub_batches: int, first_block: int = 0) -> Schedule:
+def check(
+    schedule: Schedule,
+    blocks: int,
+    sub_batches: int,
+    first_block: int = 0,
+    changes: Mapping[int, Move] = MappingProxyType({}),
+) -> Schedule:
     """Return ``schedule`` if it computes a right step; refuse it otherwise.
 
     Args:
@@ -188,17 +236,19 @@ def check(schedule: Schedule, blocks: int, sub_batches: int, first_block: int = 
         blocks: the number of blocks that the step must run forward.
         sub_batches: the number of sub-batches that each block must run.
         first_block: the first block that needs a backward.
+        changes: before which blocks rows must move, as ``moves`` returns them.
 
     Raises:
         ScheduleError: an instruction runs before what it needs, or twice, or something is missing at the end.
     """
     subs = range(sub_batches)
-    facts = {Fact("hidden", (0, k)) for k in subs}
+    facts = {_reaches("hidden", 0, k, changes) for k in subs}
     done: set[Hashable] = set()
-    _play("forward", schedule.forward, facts, done, sub_batches)
+    _play("forward", schedule.forward, facts, done, sub_batches, changes)
     _demand("forward", facts, [Fact("hidden", (blocks, k)) for k in subs])
-    facts |= {Fact("grad", (blocks - 1, k)) for k in subs}
-    _play("backward", schedule.backward, facts, done, sub_batches)
+    facts |= {_reaches("grad", blocks, k, changes) for k in subs}
+    _play("backward", schedule.backward, facts, done, sub_batches, changes)
     _demand("backward", facts, [Fact("weight_grad", (b, k)) for b in range(first_block, blocks) for k in subs])
-    _demand("backward", facts, [Fact("grad", (first_block - 1, k)) for k in subs])
+    if first_block < blocks:
+        _demand("backward", facts, [Fact("grad", (first_block - 1, k)) for k in subs])
     return schedule

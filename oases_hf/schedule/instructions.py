@@ -2,19 +2,23 @@
 
 A *block* is a run of computation that ends in one all-reduce in forward and one in backward; a
 *sub-batch* is one of the parts a batch is split into. The instructions are those of Algorithm 1 of
-the Oases paper, with the two halves of a backward told apart (as in zero-bubble pipelines) and the
-row-parallel projection cut into pieces (as Wang et al. do).
+the Oases paper, with the two halves of a backward told apart (as in zero-bubble pipelines), the
+row-parallel projection cut into pieces (as Wang et al. do), and rows that move where neighbours
+differ in degree (section V of the paper).
 
 Text forms, for block 3 and sub-batch 1::
 
     F3.1     Forward, input kept for recompute    B3.1   Backward
     f3.1     Forward, input let go                I3.1   BackwardInput
-    R3.1     Recompute                            W3.1   BackwardWeight
-    R3.1/2   Recompute, output in two pieces      D3     ReduceGrads
-    =o3.1:0/2  Project                            >o3.1  StartAsync       .o3.1  Sync
+    G3.1     Forward, graph kept for backward     W3.1   BackwardWeight
+    R3.1     Recompute                            D3     ReduceGrads
+    R3.1/2   Recompute, output in two pieces
+    =o3.1:0/2  Project      >o3.1  StartAsync     .o3.1  Sync      /h3.1  Slice
 
 The letter of a collective is ``o`` (a block's output), ``r`` (the same output, recomputed) or ``g``
-(the gradient of a block's input).
+(the gradient of a block's input), which are all-reduces over the block's ranks; ``h`` (what a block
+reads), ``i`` (the same, recomputed) or ``d`` (the gradient of what a block reads), whose rows move
+between the block and the one before. Behind the last block, one more is counted for what reads the output.
 """
 
 from __future__ import annotations
@@ -25,14 +29,24 @@ from typing import Literal
 
 from ..errors import ScheduleError
 
-Tensor = Literal["output", "recomputed", "input_grad"]
-_LETTERS: dict[Tensor, str] = {"output": "o", "recomputed": "r", "input_grad": "g"}
+Reduced = Literal["output", "recomputed", "input_grad"]
+Moved = Literal["hidden", "input", "grad"]
+Tensor = Reduced | Moved
+Kept = Literal["input", "graph", "nothing"]
+_LETTERS: dict[Tensor, str] = {
+    "output": "o",
+    "recomputed": "r",
+    "input_grad": "g",
+    "hidden": "h",
+    "input": "i",
+    "grad": "d",
+}
 _TENSORS = {letter: tensor for tensor, letter in _LETTERS.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One all-reduce over the ranks of a block; the key that pairs a StartAsync with its Sync."""
+    """One tensor on its way between ranks; the key that pairs a StartAsync with its Sync."""
 
     block: int
     sub_batch: int
@@ -56,12 +70,12 @@ def pieces_of(block: int, sub_batch: int, tensor: Tensor, pieces: int) -> tuple[
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """Compute a block's partial output without a graph; up to the projection when in pieces."""
+    """Compute a block's partial output, and keep what backward needs; up to the projection when in pieces."""
 
     block: int
     sub_batch: int
     pieces: int = 1
-    keep_input: bool = True
+    keep: Kept = "input"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,50 +120,66 @@ class BackwardWeight:
 
 @dataclass(frozen=True, slots=True)
 class StartAsync:
-    """Start an all-reduce; its buffer is nobody's until the Sync."""
+    """Start an all-reduce, whose buffer is nobody's until the Sync, or a gathering of rows."""
 
     collective: Collective
 
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """Wait for an all-reduce, then join its result to the residual stream."""
+    """Wait for a collective; join what was reduced to the residual stream."""
+
+    collective: Collective
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Keep this replica's rows of what all ranks have: the other way of what is gathered in the other pass."""
 
     collective: Collective
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceGrads:
-    """Start the data-parallel reduction of a block's weight gradients."""
+    """Start the reduction of a block's weight gradients over its replicas, data-parallel ones included."""
 
     block: int
 
 
 Compute = Forward | Recompute | Backward | BackwardInput | BackwardWeight
-Instruction = Compute | Project | StartAsync | Sync | ReduceGrads
+Communicate = Project | StartAsync | Sync | Slice
+Instruction = Compute | Communicate | ReduceGrads
 
 _COMPUTE: dict[type[Compute], str] = {
-    Forward: "F",
     Recompute: "R",
     Backward: "B",
     BackwardInput: "I",
     BackwardWeight: "W",
 }
-_COMMUNICATE: dict[type[Project | StartAsync | Sync], str] = {Project: "=", StartAsync: ">", Sync: "."}
+_COMMUNICATE: dict[type[Communicate], str] = {Project: "=", StartAsync: ">", Sync: ".", Slice: "/"}
+_KEEP: dict[Kept, str] = {"input": "F", "graph": "G", "nothing": "f"}
 _COMPUTE_OF = {letter: kind for kind, letter in _COMPUTE.items()}
 _COMMUNICATE_OF = {sign: kind for kind, sign in _COMMUNICATE.items()}
-_PATTERN = re.compile(r"([FfRBIW])(\d+)\.(\d+)(?:/([1-9]\d*))?|([=>.])([org])(\d+)\.(\d+)(?::(\d+)/([1-9]\d*))?|D(\d+)")
+_KEEP_OF = {letter: keep for keep, letter in _KEEP.items()}
+_PATTERN = re.compile(
+    r"([FGfRBIW])(\d+)\.(\d+)(?:/([1-9]\d*))?|([=>./])([orghid])(\d+)\.(\d+)(?::(\d+)/([1-9]\d*))?|D(\d+)"
+)
+
+
+def block_of(op: Instruction) -> int:
+    """The block that an instruction works on, or whose tensor travels."""
+    return op.collective.block if isinstance(op, Communicate) else op.block
 
 
 def to_text(op: Instruction) -> str:
     """Write one instruction in its text form."""
     match op:
-        case Project() | StartAsync() | Sync():
+        case Project() | StartAsync() | Sync() | Slice():
             return f"{_COMMUNICATE[type(op)]}{op.collective}"
         case ReduceGrads():
             return f"D{op.block}"
         case Forward() | Recompute():
-            letter = "f" if isinstance(op, Forward) and not op.keep_input else _COMPUTE[type(op)]
+            letter = _KEEP[op.keep] if isinstance(op, Forward) else _COMPUTE[type(op)]
             return f"{letter}{op.block}.{op.sub_batch}" + (f"/{op.pieces}" if op.pieces > 1 else "")
         case _:
             return f"{_COMPUTE[type(op)]}{op.block}.{op.sub_batch}"
@@ -172,12 +202,12 @@ def from_text(text: str) -> Instruction:
         if collective.piece >= collective.pieces:
             raise ScheduleError(f"{text!r}: pieces count from 0; the last of {of} is {collective.pieces - 1}")
         return _COMMUNICATE_OF[sign](collective)
-    if letter in "Ff":
-        return Forward(int(block), int(sub), int(pieces or 1), keep_input=letter == "F")
+    if letter in _KEEP_OF:
+        return Forward(int(block), int(sub), int(pieces or 1), _KEEP_OF[letter])
     if letter == "R":
         return Recompute(int(block), int(sub), int(pieces or 1))
     if pieces is not None:
-        raise ScheduleError(f"{text!r}: only F and R come in pieces")
+        raise ScheduleError(f"{text!r}: only F, G, f and R come in pieces")
     return _COMPUTE_OF[letter](int(block), int(sub))
 
 
@@ -216,4 +246,4 @@ class Schedule:
     @property
     def kept_inputs(self) -> int:
         """How many block inputs, each of one sub-batch, the forward half keeps for recompute."""
-        return sum(isinstance(op, Forward) and op.keep_input for op in self.forward)
+        return sum(isinstance(op, Forward) and op.keep == "input" for op in self.forward)

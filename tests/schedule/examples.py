@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from oases_hf.schedule import (
     SCHEDULES,
+    Move,
     Schedule,
     blocking,
     defer_weight_grads,
     in_pieces,
+    keep_graphs,
     kind,
+    moves,
     reduce_grads,
+    reshard,
     stop_early,
 )
 
@@ -25,6 +29,8 @@ PASSES: dict[str, Pass] = {
     "reduce_deferred_grads": lambda schedule: reduce_grads(defer_weight_grads(schedule)),
     "stop_early": stop_early,
     "in_3_pieces": lambda schedule: in_pieces(schedule, 3),
+    "some_graphs_kept": lambda schedule: keep_graphs(schedule, {0, 3}),
+    "all_graphs_kept": lambda schedule: keep_graphs(schedule, range(schedule.blocks)),
     "early_in_pieces": lambda schedule: in_pieces(stop_early(schedule), 2),
 }
 
@@ -35,3 +41,13 @@ COMBINATIONS = [(name, change) for name in SCHEDULES for change in PASSES if nam
 def build(name: str, blocks: int = 4, sub_batches: int = 2, blocks_per_layer: int = 2) -> Schedule:
     """The schedule called ``name``, by default two layers of two blocks, and two sub-batches."""
     return kind(name).build(blocks, sub_batches, blocks_per_layer)
+
+
+# Degrees of four blocks, on four ranks.
+DEGREES = {"falling": (4, 2, 2, 1), "rising": (1, 1, 2, 4), "mixed": (2, 4, 1, 2)}
+
+
+def mixed(schedule: Schedule, degrees: Sequence[int]) -> tuple[Schedule, dict[int, Move]]:
+    """The schedule with rows that move between blocks of these degrees on four ranks, and how they move."""
+    changes = moves(degrees, 4)
+    return reshard(schedule, changes), changes

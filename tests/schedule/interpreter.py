@@ -7,14 +7,18 @@ this keeps *values*, and compares what comes out with the definition of the step
     backward   g[b-1] = join(g[b], sum(vjp(b, h[b], g[b]))),  w[b] = wgrad(b, h[b], g[b])
 
 A real all-reduce may finish early by luck, so a buffer counts as poisoned from StartAsync to Sync.
+Rows that move between blocks of different degrees keep their value; until they have, nobody reads them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from types import MappingProxyType
 from typing import TypeVar, assert_never
 
+from oases_hf.schedule import Move
 from oases_hf.schedule.instructions import (
     Backward,
     BackwardInput,
@@ -22,10 +26,12 @@ from oases_hf.schedule.instructions import (
     Collective,
     Forward,
     Instruction,
+    Moved,
     Project,
     Recompute,
     ReduceGrads,
     Schedule,
+    Slice,
     StartAsync,
     Sync,
     Tensor,
@@ -101,8 +107,9 @@ def _take(store: dict[K, V], key: K, what: str) -> V:
 
 @dataclass(slots=True)
 class Graph:
-    """A block recomputed from ``input``; the projections of ``to_project`` are not part of it yet."""
+    """A block computed from ``input`` and kept for backward; without the projections ``to_project`` as yet."""
 
+    made_by: Forward | Recompute
     input: Term
     to_project: set[int]
 
@@ -113,6 +120,8 @@ class Machine:
 
     blocks: int
     sub_batches: int
+    changes: Mapping[int, Move]
+    waiting: dict[Collective, Term] = field(default_factory=dict)  # to be moved to other rows
     hidden: dict[At, Term] = field(default_factory=dict)  # a block's input, in forward
     kept: set[At] = field(default_factory=set)  # whose input the forward kept
     inputs: dict[At, Term] = field(default_factory=dict)  # kept or remade, to recompute from
@@ -136,6 +145,16 @@ class Machine:
                 self.recompute(op, _read(self.inputs, (block, k), "input"))
             case Project(collective):
                 self.project(collective)
+            case StartAsync(Collective(tensor="hidden" | "input" | "grad") as collective):
+                self.flying[collective] = self.move(collective, "gather")
+            case Sync(Collective(block, k, "hidden" | "input" | "grad" as tensor) as collective):
+                if collective not in self.flying:
+                    raise Wrong(f"{collective} is awaited and was not started")
+                self.deliver(tensor, block, k, self.flying.pop(collective))
+            case Slice(Collective(block, k, "hidden" | "input" | "grad" as tensor) as collective):
+                self.deliver(tensor, block, k, self.move(collective, "slice"))
+            case Slice(collective):
+                raise Wrong(f"{collective} is no stream to slice")
             case StartAsync(collective):
                 self.flying[collective] = _read(self.partials, collective, "partial")
                 self.partials[collective] = POISON
@@ -152,16 +171,48 @@ class Machine:
             case _:
                 assert_never(op)
 
+    def reach(self, tensor: Moved, block: int, k: int, value: Term) -> None:
+        """The stream gets from the block before to ``block``, or its gradient the other way."""
+        if block in self.changes:
+            self.waiting[Collective(block, k, tensor)] = value
+        else:
+            self.deliver(tensor, block, k, value)
+
+    def move(self, collective: Collective, how: Move) -> Term:
+        """Take what waits for ``collective``, if it is to be moved in this way: backward undoes what forward does."""
+        forward = how if collective.tensor != "grad" else {"gather": "slice", "slice": "gather"}[how]
+        if self.changes.get(collective.block) != forward:
+            raise Wrong(f"{collective} does not {how}")
+        if collective not in self.waiting:
+            raise Wrong(f"{collective} moves before it is there")
+        return self.waiting.pop(collective)
+
+    def deliver(self, tensor: Moved, block: int, k: int, value: Term) -> None:
+        match tensor:
+            case "hidden":
+                self.hidden[block, k] = value
+            case "input":
+                if (block, k) not in self.kept:
+                    self.inputs[block, k] = value
+            case "grad":
+                self.grads[block - 1, k] = value
+            case _:
+                assert_never(tensor)
+
     def forward(self, op: Forward, hidden: Term) -> None:
-        if op.keep_input:
+        if op.keep == "input":
             self.kept.add((op.block, op.sub_batch))
             self.inputs[op.block, op.sub_batch] = hidden
+        if op.keep == "graph":
+            self.graphs[op.block, op.sub_batch] = self.graph(op, hidden)
         self.make_partial("output", op, hidden)
 
     def recompute(self, op: Recompute, hidden: Term) -> None:
-        to_project = set(range(op.pieces)) if op.pieces > 1 else set()
-        self.graphs[op.block, op.sub_batch] = Graph(hidden, to_project)
+        self.graphs[op.block, op.sub_batch] = self.graph(op, hidden)
         self.make_partial("recomputed", op, hidden)
+
+    def graph(self, op: Forward | Recompute, hidden: Term) -> Graph:
+        return Graph(op, hidden, set(range(op.pieces)) if op.pieces > 1 else set())
 
     def make_partial(self, tensor: Tensor, op: Forward | Recompute, hidden: Term) -> None:
         value = term("partial", op.block, hidden)
@@ -178,8 +229,10 @@ class Machine:
     def project(self, collective: Collective) -> None:
         at = (collective.block, collective.sub_batch)
         self.write_partial(collective, _read(self.inner, (collective.tensor, *at), "inner"))
-        if collective.tensor == "recomputed":
-            _read(self.graphs, at, "graph").to_project.discard(collective.piece)
+        graph = self.graphs.get(at)
+        made_by = Recompute if collective.tensor == "recomputed" else Forward
+        if graph is not None and isinstance(graph.made_by, made_by):
+            graph.to_project.discard(collective.piece)
 
     def sync(self, collective: Collective, value: Term) -> None:
         del self.partials[collective]
@@ -193,18 +246,22 @@ class Machine:
     def join(self, collective: Collective, result: Term) -> None:
         """Do with a whole result what its tensor is for."""
         block, k = collective.block, collective.sub_batch
-        above = (block + 1, k)
         match collective.tensor:
             case "output":
-                self.hidden[above] = term("join", _read(self.hidden, (block, k), "hidden"), result)
+                total = term("join", _read(self.hidden, (block, k), "hidden"), result)
+                self.reach("hidden", block + 1, k, total)
             case "recomputed":
                 # Nobody recomputes from the result of the last block; and what the forward kept is there.
-                if block + 1 < self.blocks and above not in self.kept:
-                    self.inputs[above] = term("join", _read(self.inputs, (block, k), "input"), result)
+                if (block + 1, k) in self.kept:
+                    self.reach("input", block + 1, k, POISON)
+                elif block + 1 < self.blocks:
+                    total = term("join", _read(self.inputs, (block, k), "input"), result)
+                    self.reach("input", block + 1, k, total)
             case "input_grad":
-                self.grads[block - 1, k] = term("join", _read(self.grads, (block, k), "grad"), result)
+                total = term("join", _read(self.grads, (block, k), "grad"), result)
+                self.reach("grad", block, k, total)
             case _:
-                assert_never(collective.tensor)
+                raise Wrong(f"{collective} is no sum")
 
     def backward(self, block: int, k: int) -> Term:
         """Consume the graph: the input's gradient goes to its buffer, the weights' is returned."""
@@ -236,17 +293,25 @@ class Machine:
             raise Wrong(f"{', '.join(map(str, self.flying))} runs when the half ends")
 
 
-def run(schedule: Schedule, blocks: int, sub_batches: int, first_block: int = 0) -> None:
+def run(
+    schedule: Schedule,
+    blocks: int,
+    sub_batches: int,
+    first_block: int = 0,
+    changes: Mapping[int, Move] = MappingProxyType({}),
+) -> None:
     """Execute ``schedule`` and compare with the reference; raises Wrong."""
     expected = reference(blocks, sub_batches, first_block)
-    machine = Machine(blocks, sub_batches, {(0, k): term("input", k) for k in range(sub_batches)})
+    machine = Machine(blocks, sub_batches, changes)
+    for k in range(sub_batches):
+        machine.reach("hidden", 0, k, term("input", k))
     for op in schedule.forward:
         machine.step(op)
     machine.end_half()
     for k in range(sub_batches):
         if machine.hidden.get((blocks, k)) is not expected.outputs[k]:
             raise Wrong(f"the output of sub-batch {k} is wrong")
-        machine.grads[blocks - 1, k] = term("loss_grad", k)
+        machine.reach("grad", blocks, k, term("loss_grad", k))
     for op in schedule.backward:
         machine.step(op)
     machine.end_half()
@@ -254,14 +319,16 @@ def run(schedule: Schedule, blocks: int, sub_batches: int, first_block: int = 0)
         if machine.weight_grads.get(at) is not value:
             raise Wrong(f"the weight gradient of {at} is wrong")
     for k in range(sub_batches):
-        if machine.grads.get((first_block - 1, k)) is not expected.input_grads[k]:
+        if first_block < blocks and machine.grads.get((first_block - 1, k)) is not expected.input_grads[k]:
             raise Wrong(f"the input gradient of sub-batch {k} is wrong")
 
 
-def is_right(schedule: Schedule, blocks: int, sub_batches: int) -> bool:
+def is_right(
+    schedule: Schedule, blocks: int, sub_batches: int, changes: Mapping[int, Move] = MappingProxyType({})
+) -> bool:
     """Whether ``schedule`` computes the step that the definition does."""
     try:
-        run(schedule, blocks, sub_batches)
+        run(schedule, blocks, sub_batches, changes=changes)
     except Wrong:
         return False
     return True

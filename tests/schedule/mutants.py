@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
+from typing import get_args
 
 from oases_hf.schedule import Forward, Instruction, Schedule
+from oases_hf.schedule.instructions import Kept
 
 Words = list[Instruction | None]  # both halves in one list; None is the loss between them
 
@@ -49,7 +51,7 @@ def repeated(schedule: Schedule) -> Iterator[Schedule]:
 
 
 def _edit(words: Words, random: Random) -> None:
-    """Delete an instruction, move it a little or far, or flip whether a forward keeps its input."""
+    """Delete an instruction, move it a little or far, or change what a forward keeps."""
     i = random.choice([i for i, op in enumerate(words) if op is not None])
     op = words[i]
     match random.choice(["delete", "step", "jump", "flip"]):
@@ -64,7 +66,7 @@ def _edit(words: Words, random: Random) -> None:
         case _:
             forwards = [(i, op) for i, op in enumerate(words) if isinstance(op, Forward)]
             i, forward = random.choice(forwards)
-            words[i] = replace(forward, keep_input=not forward.keep_input)
+            words[i] = replace(forward, keep=random.choice([k for k in get_args(Kept) if k != forward.keep]))
 
 
 def edited(schedule: Schedule, count: int, seed: int = 0) -> Iterator[Schedule]:

@@ -24,12 +24,14 @@ from oases_hf.schedule import (
     check,
     defer_weight_grads,
     in_pieces,
+    keep_graphs,
+    moves,
     reduce_grads,
     stop_early,
     without_backward_below,
 )
 
-from .examples import COMBINATIONS, PASSES, build
+from .examples import COMBINATIONS, DEGREES, PASSES, build, mixed
 from .interpreter import run
 
 
@@ -49,6 +51,33 @@ def test_every_pass_keeps_every_schedule_right(name: str, change: str, sub_batch
             schedule = PASSES[change](build(name, blocks, sub_batches, blocks_per_layer))
             run(schedule, blocks, sub_batches)
             assert check(schedule, blocks, sub_batches) is schedule
+
+
+@pytest.mark.parametrize("degrees", DEGREES.values(), ids=DEGREES)
+@pytest.mark.parametrize("sub_batches", [1, 2, 3])
+@pytest.mark.parametrize(("name", "change"), COMBINATIONS)
+def test_blocks_of_any_degrees_keep_every_schedule_right(
+    name: str, change: str, sub_batches: int, degrees: tuple[int, ...]
+) -> None:
+    schedule, changes = mixed(PASSES[change](build(name, sub_batches=sub_batches)), degrees)
+    run(schedule, 4, sub_batches, changes=changes)
+    assert check(schedule, 4, sub_batches, changes=changes) is schedule
+
+
+def test_rows_move_where_degrees_change() -> None:
+    assert moves((4, 2, 2, 4), 4) == {1: "slice", 3: "gather"}
+    assert moves((1,), 4) == {0: "slice", 1: "gather"}
+    assert moves((2, 2), 2) == {}
+    schedule, _ = mixed(build("oases", blocks=2, sub_batches=1), (2, 4))
+    assert str(schedule) == (
+        "/h0.0 F0.0 >o0.0 .o0.0 >h1.0 .h1.0 F1.0 >o1.0 .o1.0 "
+        "| R1.0 B1.0 >g1.0 R0.0 .g1.0 /d1.0 B0.0 >g0.0 .g0.0 >d0.0 .d0.0"
+    )
+
+
+def test_blocks_whose_graphs_are_kept_are_not_recomputed() -> None:
+    schedule = keep_graphs(build("megatron", blocks=2, sub_batches=1), {0})
+    assert str(schedule) == ("G0.0 >o0.0 .o0.0 F1.0 >o1.0 .o1.0 | R1.0 >r1.0 .r1.0 B1.0 >g1.0 .g1.0 B0.0 >g0.0 .g0.0")
 
 
 def test_blocking_moves_waits_and_nothing_else() -> None:
@@ -126,7 +155,7 @@ def test_without_backward_below_keeps_no_input_and_no_backward_there(name: str, 
     schedule, first = without_backward_below(build(name), 3)
     assert first == start
     assert {op.block for op in schedule.backward if isinstance(op, Backward)} == set(range(start, 4))
-    assert {op.block for op in schedule.forward if isinstance(op, Forward) and op.keep_input} == {start}
+    assert {op.block for op in schedule.forward if isinstance(op, Forward) and op.keep == "input"} == {start}
     blocks = {op.collective.block for op in schedule.backward if isinstance(op, Project | StartAsync | Sync)}
     assert min(blocks) == start
 

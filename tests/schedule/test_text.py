@@ -16,6 +16,7 @@ from oases_hf.schedule import (
     Recompute,
     ReduceGrads,
     Schedule,
+    Slice,
     StartAsync,
     Sync,
     from_text,
@@ -26,9 +27,11 @@ from .examples import COMBINATIONS, PASSES, build
 
 FORMS: dict[str, Instruction] = {
     "F3.1": Forward(3, 1),
-    "f3.1": Forward(3, 1, keep_input=False),
+    "f3.1": Forward(3, 1, keep="nothing"),
+    "G3.1": Forward(3, 1, keep="graph"),
     "F12.10/4": Forward(12, 10, pieces=4),
-    "f0.0/2": Forward(0, 0, pieces=2, keep_input=False),
+    "G0.1/2": Forward(0, 1, pieces=2, keep="graph"),
+    "f0.0/2": Forward(0, 0, pieces=2, keep="nothing"),
     "R3.1": Recompute(3, 1),
     "R3.1/2": Recompute(3, 1, pieces=2),
     "B3.1": Backward(3, 1),
@@ -41,6 +44,10 @@ FORMS: dict[str, Instruction] = {
     ">r10.0": StartAsync(Collective(10, 0, "recomputed")),
     ">g3.1": StartAsync(Collective(3, 1, "input_grad")),
     ">o3.1:3/4": StartAsync(Collective(3, 1, "output", 3, 4)),
+    ">h3.1": StartAsync(Collective(3, 1, "hidden")),
+    ".i3.1": Sync(Collective(3, 1, "input")),
+    "/h3.1": Slice(Collective(3, 1, "hidden")),
+    "/d0.1": Slice(Collective(0, 1, "grad")),
     ".g0.0": Sync(Collective(0, 0, "input_grad")),
     ".r3.1:0/10": Sync(Collective(3, 1, "recomputed", 0, 10)),
 }
@@ -82,7 +89,7 @@ def test_what_is_no_instruction_is_refused(word: str) -> None:
 
 @pytest.mark.parametrize("word", ["B0.0/2", "I0.0/2", "W0.0/2"])
 def test_only_outputs_come_in_pieces(word: str) -> None:
-    with pytest.raises(ScheduleError, match=f"'{word}': only F and R come in pieces"):
+    with pytest.raises(ScheduleError, match=f"'{word}': only F, G, f and R come in pieces"):
         from_text(word)
 
 
