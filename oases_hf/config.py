@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from .errors import ConfigError
-from .plan import Plan, check_schedule_name
+from .plan import Plan, Recompute, check_schedule_name
 
 
 def _flag(text: str) -> bool:
@@ -22,6 +22,7 @@ _READ: dict[str, Callable[[str], Any]] = {
     "degree": int,
     "schedule": str,
     "sub_batches": int,
+    "recompute": str,
     "defer_weight_grads": _flag,
     "gather_logits": _flag,
     "plan": str,
@@ -35,12 +36,16 @@ class OasesConfig:
     Attributes:
         tmp_size: ranks that share one batch; they form a TMP world, and the TMP worlds run data
             parallel. Default: ``degree``, or else all ranks.
-        degree: ranks that split a block's weights. Default: ``tmp_size``.
+        degree: ranks that split a block's weights. Default: ``tmp_size``. Where it is less, the TMP world holds
+            several replicas of every block, each of which works on its share of the batch.
         schedule: ``oases`` (default), or a baseline: ``megatron``, ``wang``, ``merak``, ``cross_pass``.
         sub_batches: parts of a batch that are interleaved. Default: what the schedule is made for.
+        recompute: ``full`` (default): keep a block's input and compute the rest again in backward; ``none``: keep all
+            that backward needs.
         defer_weight_grads: compute weight gradients while the all-reduce of the input's gradient runs.
         gather_logits: return whole logits when training with labels (default: ``logits`` is None).
-        plan: a Plan, or the path of its JSON file, instead of ``degree``, ``schedule`` and ``sub_batches``.
+        plan: a Plan, or the path of its JSON file, instead of ``degree``, ``schedule``, ``sub_batches`` and
+            ``recompute``.
 
     Raises:
         ConfigError: a setting cannot be read, or settings contradict each other.
@@ -50,6 +55,7 @@ class OasesConfig:
     degree: int | None = None
     schedule: str | None = None
     sub_batches: int | None = None
+    recompute: str | None = None
     defer_weight_grads: bool | None = None
     gather_logits: bool | None = None
     plan: Plan | str | Path | None = None
@@ -70,14 +76,13 @@ class OasesConfig:
             raise ConfigError(
                 f"degree={self.degree} does not divide tmp_size={self.tmp_size}; choose a divisor of {self.tmp_size}"
             )
-        if self.tmp_size and self.degree and self.degree < self.tmp_size:
-            raise ConfigError(
-                f"degree={self.degree} below tmp_size={self.tmp_size} is not supported yet; set tmp_size={self.degree} "
-                f"to run the ranks beyond it data parallel"
-            )
+        if self.recompute not in (None, *get_args(Recompute)):
+            raise ConfigError(f"recompute={self.recompute!r}; choose full or none")
 
     def _check_alone_with_plan(self) -> None:
-        clashing = [name for name in ("degree", "schedule", "sub_batches") if getattr(self, name) is not None]
+        clashing = [
+            name for name in ("degree", "schedule", "sub_batches", "recompute") if getattr(self, name) is not None
+        ]
         if clashing:
             raise ConfigError(f"plan and {clashing[0]} are both set; the plan holds {clashing[0]}: leave one out")
 

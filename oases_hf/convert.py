@@ -6,7 +6,7 @@ parameters. Parameters are replaced, not resized: autograd may still hold on to 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .errors import ConfigError, UnsupportedModelError
+from .errors import UnsupportedModelError
 from .models import Block, Family, family_of
 from .models.converted import Converted, converted
-from .models.shard import Sharder, check_layer, shard_layer
+from .models.shard import Placement, Sharder, check_layer, shard_layer
 from .models.vocabulary import Vocabulary
 from .parallel.equal import make_batch_equal, make_equal
 from .parallel.gradients import GradientSync
@@ -52,7 +52,7 @@ def convert(
     Args:
         model: the whole model, on every rank. Ranks whose weights differ get those of rank 0.
         mesh: the ranks.
-        plan: made for this model; all degrees equal to ``mesh.tmp.size``.
+        plan: made for this model and the size of its TMP world.
         gather_logits: return whole logits in training when labels are given.
         defer_weight_grads: compute weight gradients while input gradients are reduced.
 
@@ -63,26 +63,22 @@ def convert(
     check_plain(model)
     family = family_of(model.config)
     plan.check(describe(model), block_count(model), mesh.tmp.size)
-    if set(plan.degrees) != {mesh.tmp.size}:
-        raise ConfigError(
-            f"degrees {sorted(set(plan.degrees))} on a TMP world of {mesh.tmp.size}: all degrees must be "
-            f"{mesh.tmp.size} for now; set tmp_size to the degree, ranks beyond it run data parallel"
-        )
-    shares = [family.units(model.config, mesh.tmp.size, rank) for rank in range(mesh.tmp.size)]
     vocabulary = Vocabulary.of(model, Link(mesh.tmp), gather_logits)
+    placements = _placements(model, mesh, plan, family)
     layers = _stack_of(model, family)
     for layer in layers:
         check_layer(layer, family)
     make_equal(model, mesh)
     sharder = Sharder(mesh.tmp.rank)
-    link = Link(mesh.tmp)
-    for layer in layers:
-        shard_layer(layer, family, shares, link, sharder)
+    of_layers = [placements[i : i + len(family.blocks)] for i in range(0, len(placements), len(family.blocks))]
+    for layer, of_layer in zip(layers, of_layers, strict=True):
+        shard_layer(layer, family, of_layer, sharder)
     vocabulary.shard(sharder)
     sharder.retie(model)
-    layouts = _layouts(model, layers, family, sharder)
-    stack = _install_stack(model, family, plan, link, GradientSync(mesh, layouts), mesh, defer_weight_grads)
-    _share_dropouts(model, layers, family, link, vocabulary.link)
+    layouts = _layouts(model, layers, family, of_layers, sharder)
+    links = tuple(placement.link for placement in placements)
+    stack = _install_stack(model, family, plan, links, GradientSync(mesh, layouts), defer_weight_grads)
+    _share_dropouts(model, layers, family, of_layers, vocabulary.link)
     model.register_forward_pre_hook(partial(_share_batch, mesh), with_kwargs=True)
     vocabulary.install(model)
     names = {name: layouts[p] for name, p in model.named_parameters(remove_duplicate=False)}
@@ -107,24 +103,42 @@ def _share_batch(mesh: Mesh, module: nn.Module, args: tuple[Any, ...], kwargs: d
     return tuple(shared.pop(str(i)) for i in range(len(args))), shared
 
 
-def _layouts(model: nn.Module, layers: nn.ModuleList, family: Family, sharder: Sharder) -> dict[nn.Parameter, Layout]:
+def _placements(model: PreTrainedModel, mesh: Mesh, plan: Plan, family: Family) -> tuple[Placement, ...]:
+    """Where each block of the stack is; blocks of one degree share their place."""
+    of_degree = {}
+    for degree in sorted(set(plan.degrees)):
+        link = Link(mesh.axis(degree), mesh.tmp.size // degree, mesh.tmp.rank // degree)
+        of_degree[degree] = Placement(link, [family.units(model.config, degree, rank) for rank in range(degree)])
+    return tuple(of_degree[degree] for degree in plan.degrees)
+
+
+def _layouts(
+    model: nn.Module,
+    layers: nn.ModuleList,
+    family: Family,
+    placements: Sequence[Sequence[Placement]],
+    sharder: Sharder,
+) -> dict[nn.Parameter, Layout]:
     """Every parameter's layout: those not sharded are whole on every rank, inside blocks with partial gradients.
 
-    Norms behind a block see whole outputs, so their gradients are whole.
+    Norms behind a block see whole outputs, so their gradients are whole but for the rows of other replicas.
     """
-    joins = [block.join.norm for block in family.blocks if block.join]
-    behind = {p for layer in layers for path in joins for p in layer.get_submodule(path).parameters()}
-    inside = set(layers.parameters()) - behind
     layouts = dict(sharder.layouts)
+    for layer, of_layer in zip(layers, placements, strict=True):
+        for block, placement in zip(family.blocks, of_layer, strict=True):
+            behind = layer.get_submodule(block.join.norm).parameters() if block.join else ()
+            for parameter in behind:
+                layouts[parameter] = Layout(tuple(parameter.shape), replicas=placement.link.replicas)
+    inside = set(layers.parameters())
     for parameter in model.parameters():
         layouts.setdefault(parameter, Layout(tuple(parameter.shape), partial_grad=parameter in inside))
     return layouts
 
 
 def _install_stack(
-    model: PreTrainedModel, family: Family, plan: Plan, link: Link, gradients: GradientSync, mesh: Mesh, defer: bool
+    model: PreTrainedModel, family: Family, plan: Plan, links: tuple[Link, ...], gradients: GradientSync, defer: bool
 ) -> Stack:
-    layers = _stack_of(model, family)
+    layers, mesh = _stack_of(model, family), gradients.mesh
     base = model.base_model
     stack = Stack(
         path=f"{model.base_model_prefix}.{family.stack}" if base is not model else family.stack,
@@ -134,12 +148,14 @@ def _install_stack(
         per_sample=family.per_sample,
         cache=family.cache,
         positional=family.positional,
-        link=link,
+        links=links,
+        mesh=mesh,
         gradients=gradients,
         schedule=plan.schedule,
         sub_batches=plan.sub_batches,
+        graphs_kept=plan.graphs_kept,
         defer=defer,
-        seeds=_dropout_seeds(model, layers, family, link, mesh),
+        seeds=_dropout_seeds(model, layers, family, links, mesh),
     )
     layers.__class__ = StackList
     object.__setattr__(layers, "stack", stack)
@@ -154,33 +170,44 @@ def _layer_block(block: Block) -> LayerBlock:
 
 
 def _dropout_seeds(
-    model: PreTrainedModel, layers: nn.ModuleList, family: Family, link: Link, mesh: Mesh
+    model: PreTrainedModel, layers: nn.ModuleList, family: Family, links: Sequence[Link], mesh: Mesh
 ) -> DropoutSeeds | None:
     """The seeds of the layers' dropout, if there is any, and of that outside the executor."""
     # Rank 0's seed: ranks that are seeded apart must draw some masks alike.
     base = int(mesh.control.broadcast(torch.tensor([torch.initial_seed() % 2**63])))
-    link.seed = f"{base}/plain/{mesh.data.rank}"
+    for link in links:
+        link.seed = f"{base}/plain/{mesh.data.rank}/{link.axis.size}"
     modules = any(isinstance(module, nn.Dropout) and module.p > 0 for module in layers.modules())
     if not modules and not getattr(model.config, family.attention_dropout, 0.0):
         return None
     return DropoutSeeds(base, mesh.world.rank, mesh.data.rank)
 
 
-def _share_dropouts(model: nn.Module, layers: nn.ModuleList, family: Family, link: Link, outside: Link) -> None:
-    """Give ranks of a TMP world the same masks for everything but what they split."""
-    outside.seed = f"{link.seed}/outside"
+def _share_dropouts(
+    model: nn.Module,
+    layers: nn.ModuleList,
+    family: Family,
+    placements: Sequence[Sequence[Placement]],
+    outside: Link,
+) -> None:
+    """Give ranks that have rows in common the same masks for everything but what they split."""
+    outside.seed = f"{placements[0][0].link.seed}/outside"
     own = {layer.get_submodule(path) for layer in layers for path in family.own_dropouts}
-    inside = set(layers.modules())
+    links = {
+        module: placement.link
+        for layer, of_layer in zip(layers, placements, strict=True)
+        for block, placement in zip(family.blocks, of_layer, strict=True)
+        for child in block.children
+        for module in layer.get_submodule(child).modules()
+    }
     for module in model.modules():
         if isinstance(module, nn.Dropout) and module not in own:
-            adopt(module, SharedDropout, link=link if module in inside else outside)
+            adopt(module, SharedDropout, link=links.get(module, outside))
 
 
 def _block_parameters(layer: nn.Module, block: Block) -> tuple[nn.Parameter, ...]:
-    """The parameters a block uses: all those of the layer's children that it names."""
-    paths = (*block.entries, *block.linears, *([block.join.norm] if block.join else []))
-    children = dict.fromkeys(path.split(".")[0] for path in paths)
-    return tuple(dict.fromkeys(p for child in children for p in layer.get_submodule(child).parameters()))
+    """The parameters a block uses."""
+    return tuple(dict.fromkeys(p for child in block.children for p in layer.get_submodule(child).parameters()))
 
 
 def _stack_of(model: PreTrainedModel, family: Family) -> nn.ModuleList:

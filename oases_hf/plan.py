@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from .errors import ConfigError
 
+Recompute = Literal["full", "none"]
 ScheduleName = Literal["megatron", "wang", "merak", "cross_pass", "oases"]
 SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
@@ -28,9 +30,12 @@ class Plan:
     Attributes:
         model: what the plan is for, as ``convert.describe`` writes it.
         tmp_size: the ranks that share one batch.
-        degrees: for each block, in order, how many ranks split its weights.
+        degrees: for each block, in order, how many ranks split its weights. Those of a plan form a chain in which
+            each divides the next, so that groups of ranks nest.
         schedule: the name of the schedule.
         sub_batches: into how many parts a batch is split.
+        recompute: for each block, ``full``: its input is kept and the rest recomputed in backward; ``none``: all that
+            backward needs is kept. Empty: ``full`` for all.
     """
 
     model: str
@@ -38,6 +43,7 @@ class Plan:
     degrees: tuple[int, ...]
     schedule: ScheduleName = "oases"
     sub_batches: int = 2
+    recompute: tuple[Recompute, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse what no ranks can do; raises ConfigError."""
@@ -50,6 +56,31 @@ class Plan:
                     f"block {block}: degree {degree} does not divide the TMP world of {self.tmp_size} ranks; "
                     f"choose one of {[d for d in range(1, self.tmp_size + 1) if self.tmp_size % d == 0]}"
                 )
+
+        for low, high in itertools.pairwise(sorted(set(self.degrees))):
+            if high % low:
+                raise ConfigError(f"degrees {low} and {high} in one plan; each must divide the next higher one")
+        if not self.recompute:
+            object.__setattr__(self, "recompute", ("full",) * len(self.degrees))
+        if len(self.recompute) != len(self.degrees) or not set(self.recompute) <= set(get_args(Recompute)):
+            raise ConfigError(f"recompute {self.recompute} of {len(self.degrees)} blocks; give each `full` or `none`")
+
+    @property
+    def graphs_kept(self) -> frozenset[int]:
+        """The blocks that are not recomputed."""
+        return frozenset(i for i, choice in enumerate(self.recompute) if choice == "none")
+
+    def summary(self) -> str:
+        """Degrees, and what is not recomputed, in a few words: ``degree 2 in 8 blocks, 4 in 16; schedule …``."""
+        runs = [(degree, len(list(run))) for degree, run in itertools.groupby(self.degrees)]
+        counts = ", ".join(
+            f"{degree} in {n}" + f" block{'s' * (n > 1)}" * (i == 0) for i, (degree, n) in enumerate(runs)
+        )
+        kept = len(self.graphs_kept)
+        return (
+            f"degree {counts}" + f", {kept} of them not recomputed" * (kept > 0) + f"; schedule {self.schedule}, "
+            f"{self.sub_batches} sub-batch{'es' * (self.sub_batches > 1)}"
+        )
 
     def check(self, model: str, blocks: int, tmp_size: int) -> None:
         """Refuse to use the plan for anything but what it was made for; raises ConfigError."""
@@ -73,7 +104,8 @@ class Plan:
         """The plan that :meth:`to_json` wrote; raises ConfigError when it is not one."""
         try:
             fields: dict[str, Any] = json.loads(text)
-            return cls(**{**fields, "degrees": tuple(fields["degrees"])})
+            lists: dict[str, Any] = {name: tuple(fields[name]) for name in ("degrees", "recompute") if name in fields}
+            return cls(**{**fields, **lists})
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise ConfigError(f"this is no plan ({error}); write one with Plan.to_json") from error
 

@@ -14,7 +14,7 @@ from oases_hf import Plan
 from oases_hf.convert import block_count, convert, describe
 from oases_hf.models.converted import Converted, converted
 from oases_hf.parallel.mesh import Mesh
-from oases_hf.plan import ScheduleName
+from oases_hf.plan import Recompute, ScheduleName
 
 from .parity import float64_math
 from .reference import label_count, loss_of
@@ -22,10 +22,18 @@ from .tiny import Batch
 
 
 def parallel(
-    model: PreTrainedModel, tmp_size: int, schedule: ScheduleName = "oases", sub_batches: int = 2, **options: Any
+    model: PreTrainedModel,
+    tmp_size: int,
+    schedule: ScheduleName = "oases",
+    sub_batches: int = 2,
+    *,
+    degrees: Sequence[int] | None = None,
+    recompute: Sequence[Recompute] = (),
+    **options: Any,
 ) -> Converted:
-    """Convert the model at a uniform degree."""
-    plan = Plan(describe(model), tmp_size, (tmp_size,) * block_count(model), schedule, sub_batches)
+    """Convert the model, at a uniform degree unless told."""
+    degrees = (tmp_size,) * block_count(model) if degrees is None else tuple(degrees)
+    plan = Plan(describe(model), tmp_size, degrees, schedule, sub_batches, tuple(recompute))
     return convert(model, Mesh.build(tmp_size), plan, **options)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from oases_hf.errors import ConfigError
 from oases_hf.models.llama import LLAMA
-from oases_hf.models.shard import Sharder, shard_layer
+from oases_hf.models.shard import Placement, Sharder, shard_layer
 from oases_hf.parallel.link import Link
 from oases_hf.parallel.mesh import Axis
 from oases_hf.parallel.sharding import Layout, Slice, Span, bounds, head_share
@@ -95,7 +95,7 @@ def _sum_of_shares(
         mine, sharder = copy.deepcopy(layer), Sharder(rank)
         mine.zero_grad()
         link = Link(Axis(tuple(range(degree)), rank), managed=True)
-        shard_layer(mine, LLAMA, units, link, sharder)
+        shard_layer(mine, LLAMA, [Placement(link, units)] * 2, sharder)
         ranks.append(mine)
         layouts.append(sharder.layouts)
     for block in LLAMA.blocks:

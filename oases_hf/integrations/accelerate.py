@@ -24,7 +24,7 @@ from ..errors import CheckpointError, ConfigError, UnsupportedModelError
 from ..models import family_of
 from ..models.converted import Converted
 from ..parallel.mesh import Mesh
-from ..plan import Plan, check_schedule_name
+from ..plan import Plan, Recompute, check_schedule_name
 from ..schedule import kind
 from .evaluation import gathering
 from .leaving import end_quietly
@@ -90,7 +90,9 @@ class OasesPlugin(OasesConfig):
         schedule = check_schedule_name(self.schedule or "oases")
         sub_batches = self.sub_batches or kind(schedule).sub_batches
         degree = self.degree or mesh.tmp.size
-        return Plan(describe(model), mesh.tmp.size, (degree,) * block_count(model), schedule, sub_batches)
+        blocks = block_count(model)
+        recompute: Recompute = "none" if self.recompute == "none" else "full"
+        return Plan(describe(model), mesh.tmp.size, (degree,) * blocks, schedule, sub_batches, (recompute,) * blocks)
 
 
 def banner(model: nn.Module, state: Converted) -> str:
@@ -102,8 +104,7 @@ def banner(model: nn.Module, state: Converted) -> str:
         link = "nccl without P2P"
     return (
         f"oases: {type(model).__name__}, {total / 1e6:.1f} M parameters, {state.sharded_fraction:.1%} of them sharded; "
-        f"degree {plan.degrees[0]} in {len(plan.degrees)} blocks; schedule {plan.schedule}, "
-        f"{plan.sub_batches} sub-batch{'es' * (plan.sub_batches > 1)}; "
+        f"{plan.summary()}; "
         f"{mesh.world.size} ranks = {mesh.data.size} data parallel × {mesh.tmp.size} TMP; link {link}"
     )
 

@@ -52,12 +52,22 @@ class Column:
     def __init__(self, *sections: str) -> None:
         object.__setattr__(self, "sections", sections)
 
+    @property
+    def units(self) -> tuple[str, ...]:
+        """What splits it."""
+        return self.sections
+
 
 @dataclass(frozen=True)
 class Row:
     """A linear layer split by input features; the last thing its block computes."""
 
     unit: str
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """What splits it."""
+        return (self.unit,)
 
 
 @dataclass(frozen=True)
@@ -85,6 +95,7 @@ class Block:
             linears sharded, that is this rank's share.
         linears: path in the layer of each sharded linear, and how it is split.
         join: the norm that the output goes through, after its all-reduce; None where it is just added.
+        dropouts: paths of what has no parameters and belongs to the block, beside its linears' parents.
     """
 
     name: str
@@ -92,6 +103,13 @@ class Block:
     run: Callable[..., Tensor]
     linears: Mapping[str, Column | Row]
     join: Join | None = None
+    dropouts: tuple[str, ...] = ()
+
+    @property
+    def children(self) -> tuple[str, ...]:
+        """The names of the layer's children that the block uses."""
+        paths = (*self.entries, *self.linears, *([self.join.norm] if self.join else []), *self.dropouts)
+        return tuple(dict.fromkeys(path.split(".")[0] for path in paths))
 
 
 @dataclass(frozen=True)

@@ -56,12 +56,21 @@ def _family(blocks: tuple[Block, ...], parallel: bool) -> Family:
 
 # Side by side, attention and MLP share one all-reduce per direction.
 GPT_NEOX_PARALLEL = _family(
-    (Block("layer", ("input_layernorm", "post_attention_layernorm"), _both, {**_ATTENTION, **_MLP}),), parallel=True
+    (
+        Block(
+            "layer",
+            ("input_layernorm", "post_attention_layernorm"),
+            _both,
+            {**_ATTENTION, **_MLP},
+            dropouts=("post_attention_dropout", "post_mlp_dropout"),
+        ),
+    ),
+    parallel=True,
 )
 GPT_NEOX_SEQUENTIAL = _family(
     (
-        Block("attention", ("input_layernorm",), _attention, _ATTENTION),
-        Block("mlp", ("post_attention_layernorm",), _mlp, _MLP),
+        Block("attention", ("input_layernorm",), _attention, _ATTENTION, dropouts=("post_attention_dropout",)),
+        Block("mlp", ("post_attention_layernorm",), _mlp, _MLP, dropouts=("post_mlp_dropout",)),
     ),
     parallel=False,
 )

@@ -119,8 +119,14 @@ PHI3 = Family(
     model_types=("phi3",),
     stack="layers",
     blocks=(
-        Block("attention", ("input_layernorm",), _phi_attention, _PACKED_ATTENTION),
-        Block("mlp", ("post_attention_layernorm",), _phi_mlp, _PACKED_MLP),
+        Block(
+            "attention",
+            ("input_layernorm",),
+            _phi_attention,
+            _PACKED_ATTENTION,
+            dropouts=("resid_attn_dropout",),
+        ),
+        Block("mlp", ("post_attention_layernorm",), _phi_mlp, _PACKED_MLP, dropouts=("resid_mlp_dropout",)),
     ),
     units=_packed_units,
     localize=_localize_packed,

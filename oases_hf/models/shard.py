@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -9,11 +11,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import UnsupportedModelError
-from ..parallel.layers import BlockEntry, adopt
+from ..parallel.layers import BlockEntry, JoinNorm, adopt
 from ..parallel.linear import ColumnParallel, RowParallel
 from ..parallel.link import Link
 from ..parallel.sharding import Layout, Slice, Span
-from .family import Column, Family, Row, Units
+from .family import Column, Family, Part, Row, Units
 
 
 class Sharder:
@@ -54,41 +56,64 @@ def check_layer(layer: nn.Module, family: Family) -> None:
                 )
 
 
-def shard_layer(layer: nn.Module, family: Family, shares: list[Units], link: Link, sharder: Sharder) -> None:
+@dataclass(frozen=True)
+class Placement:
+    """Where a block is: who shares its weights, and what each of them has.
+
+    Attributes:
+        link: the ranks that share the weights.
+        shares: for each of them, its part of everything that is split.
+    """
+
+    link: Link
+    shares: list[Units]
+
+    @property
+    def own(self) -> Units:
+        """This rank's part."""
+        return self.shares[self.link.axis.rank]
+
+
+def shard_layer(layer: nn.Module, family: Family, placements: Sequence[Placement], sharder: Sharder) -> None:
     """Make one layer parallel, in place: its linears hold a rank's part, its blocks' entries sum gradients.
 
     Args:
         layer: a whole layer of a model of ``family``, checked by :func:`check_layer`.
         family: the declaration.
-        shares: for each rank of the group, its part of everything that is split.
-        link: the group.
+        placements: of the layer's blocks, in order.
         sharder: of this rank.
 
     Raises:
         UnsupportedModelError: a linear is not of the declared size.
     """
-    for block in family.blocks:
+    own: dict[str, Part] = {}
+    for block, placement in zip(family.blocks, placements, strict=True):
         for path, split in block.linears.items():
-            _shard_linear(layer.get_submodule(path), split, shares, link, sharder)
+            _shard_linear(layer.get_submodule(path), split, placement, sharder)
         for entry in block.entries:
-            adopt(layer.get_submodule(entry), BlockEntry, link=link)
-    family.localize(layer, shares[link.axis.rank])
+            adopt(layer.get_submodule(entry), BlockEntry, link=placement.link)
+        if block.join:
+            adopt(layer.get_submodule(block.join.norm), JoinNorm, link=placement.link)
+        own |= {unit: placement.own[unit] for split in block.linears.values() for unit in split.units}
+    family.localize(layer, own)
 
 
-def _shard_linear(module: Any, split: Column | Row, shares: list[Units], link: Link, sharder: Sharder) -> None:
+def _shard_linear(module: Any, split: Column | Row, placement: Placement, sharder: Sharder) -> None:
+    link, shares = placement.link, placement.shares
     transposed = isinstance(module, Conv1D)
     out_dim, in_dim = (1, 0) if transposed else (0, 1)
     weight_shape = tuple(module.weight.shape)
     match split:
         case Column():
             spans = _column_spans(weight_shape[out_dim], split, shares)
-            sharder(module, "weight", _layout(weight_shape, out_dim, spans))
+            sharder(module, "weight", _layout(weight_shape, out_dim, spans, link))
             if module.bias is not None:
-                sharder(module, "bias", _layout(tuple(module.bias.shape), 0, spans))
+                sharder(module, "bias", _layout(tuple(module.bias.shape), 0, spans, link))
             setattr(module, "nf" if transposed else "out_features", module.weight.shape[out_dim])
             adopt(module, ColumnParallel, link=link, transposed=transposed)
         case Row(unit):
-            sharder(module, "weight", _layout(weight_shape, in_dim, [(units[unit].span,) for units in shares]))
+            rows: list[tuple[Span, ...]] = [(units[unit].span,) for units in shares]
+            sharder(module, "weight", _layout(weight_shape, in_dim, rows, link))
             setattr(module, "nx" if transposed else "in_features", module.weight.shape[in_dim])
             adopt(module, RowParallel, link=link, transposed=transposed)
 
@@ -105,6 +130,8 @@ def _column_spans(features: int, split: Column, shares: list[Units]) -> list[tup
     return [tuple(units[name].span.scaled(1, offset) for name, offset in sections) for units in shares]
 
 
-def _layout(shape: tuple[int, ...], dim: int, spans: list[tuple[Span, ...]]) -> Layout:
-    """Ranks whose spans are the same share the sum of a gradient."""
-    return Layout(shape, tuple(Slice(dim, each) for each in spans), partial_grad=len(set(spans)) < len(spans))
+def _layout(shape: tuple[int, ...], dim: int, spans: list[tuple[Span, ...]], link: Link) -> Layout:
+    """Ranks whose spans are the same share the sum of a gradient; replicas have the same slices once more."""
+    slices = tuple(Slice(dim, each) for each in spans) * link.replicas
+    shared = len(set(spans)) < len(spans)
+    return Layout(shape, slices, partial_grad=shared, replicas=1 if shared else link.replicas)

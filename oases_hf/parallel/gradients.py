@@ -1,8 +1,9 @@
 """Gradients made whole across ranks, once per optimizer step, and their norm.
 
 Within a TMP world, gradients of parameters that several ranks hold but each sees only a share of
-(``Layout.partial_grad``) are summed through one flat bucket. Across data-parallel ranks every
-gradient is averaged, as DistributedDataParallel would; those of a block start as soon as its
+(``Layout.partial_grad``) are summed through one flat bucket. Those of a block of low degree are summed
+over its replicas, which saw different rows. Across data-parallel ranks every gradient is averaged, as
+DistributedDataParallel would. Sum and average are one all-reduce; those of a block start as soon as its
 backward is done, when the executor says so.
 """
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import BackwardError, ConfigError
-from .mesh import Mesh, Pending
+from .mesh import Axis, Mesh, Pending
 from .sharding import Layout
 
 
@@ -57,36 +58,44 @@ class GradientSync:
         self._finished = False
         tmp = self.mesh.tmp
         for parameter, layout in self.layouts.items():
-            if layout.partial_grad and parameter.grad is not None:
-                # Shares of a sum again: of whole gradients, the next sum would count each once per holder.
-                parameter.grad.div_(layout.holders(tmp.rank, tmp.size))
+            shares = layout.holders(tmp.rank, tmp.size) if layout.partial_grad else layout.replicas
+            if shares > 1 and parameter.grad is not None:
+                # Shares of a sum again: of whole gradients, the next sum would count each as often.
+                parameter.grad.div_(shares)
 
     def start(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Start averaging the gradients of ``parameters``, complete within the TMP world, over data-parallel ranks."""
-        if self.mesh.data.size == 1 or not self.early:
+        """Start to sum the gradients of ``parameters`` over replicas, and to average them over data-parallel ranks."""
+        if not self.early:
             return
         for parameter in parameters:
             if parameter.grad is not None and not self.layouts[parameter].partial_grad:
                 self._start(parameter, parameter.grad)
 
+    def replicas(self, layout: Layout) -> Axis:
+        """The ranks that hold the same part of a parameter and work on other rows."""
+        return self.mesh.axis(self.mesh.world.size, self.mesh.tmp.size // layout.replicas)
+
     def _start(self, parameter: nn.Parameter, grad: Tensor) -> None:
-        grad.div_(self.mesh.data.size)
-        self._pending[parameter] = self.mesh.data.start_all_reduce(grad), grad._version
+        axis = self.replicas(self.layouts[parameter])
+        if axis.size == 1:
+            return
+        if self.mesh.data.size > 1:
+            grad.div_(self.mesh.data.size)
+        self._pending[parameter] = axis.start_all_reduce(grad), grad._version
 
     def finish(self) -> None:
         """Make every gradient what one process would have, after a step's last backward."""
         self._agree_on_missing()
         self._sum_partial()
-        if self.mesh.data.size > 1:
-            for parameter, layout in self.layouts.items():
-                if parameter.grad is not None and parameter not in self._pending and not layout.partial_grad:
-                    self._start(parameter, parameter.grad)
+        for parameter, layout in self.layouts.items():
+            if parameter.grad is not None and parameter not in self._pending and not layout.partial_grad:
+                self._start(parameter, parameter.grad)
         pending, self._pending = self._pending, {}
         for parameter, (work, version) in pending.items():
             work.wait()
             if parameter.grad is None or parameter.grad._version != version:
                 raise BackwardError(
-                    "a gradient changed after its reduction over data-parallel ranks had started; add terms of the "
+                    "a gradient changed after its reduction over other ranks had started; add terms of the "
                     "loss that do not go through the model in a backward of their own, before the model's"
                 )
         self._finished = self.complete = self.early = True

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .autograd import apply
-from .link import CopyToGroup, Link, ReduceFromGroup
+from .link import CopyToGroup, Link, ReduceFromGroup, ScaleGradient, enter_block
 from .sharding import Span
 
 
@@ -26,9 +26,20 @@ class BlockEntry(nn.Module):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """``[B, S, H]`` to what the module makes of it."""
-        if not self.link.managed:
-            x = apply(CopyToGroup, x, self.link.axis)
-        return super().forward(x, *args, **kwargs)
+        return super().forward(x if self.link.managed else enter_block(x, self.link), *args, **kwargs)
+
+
+class JoinNorm(nn.Module):
+    """A norm behind a block: its gradient is whole on every rank of a replica."""
+
+    link: Link
+
+    def forward(self, x: Tensor) -> Any:
+        """``[B, S, H]`` to the same."""
+        if self.link.managed or self.link.replicas == 1:
+            return super().forward(x)
+        y = super().forward(apply(ScaleGradient, x, self.link.replicas))
+        return apply(ScaleGradient, y, 1 / self.link.replicas)
 
 
 class VocabParallelEmbedding(nn.Embedding):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .autograd import apply
-from .link import Link, ReduceFromGroup
+from .link import Link, leave_block
 from .rng import seeded
 
 PutOff = list[Callable[[], None]]
@@ -136,7 +136,7 @@ class RowParallel(_Parallel):
             self.link.captured.append(Captured(self, x))
             return x.new_zeros(1).expand(*x.shape[:-1], self.weight.shape[1 if self.transposed else 0])
         y = self.project(x)
-        return y if self.link.managed else apply(ReduceFromGroup, y, self.link.axis)
+        return y if self.link.managed else leave_block(y, self.link)
 
 
 class SharedDropout(nn.Dropout):

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .autograd import apply
 from .mesh import Axis
 from .rng import seed_of
 from .sharding import Span
@@ -22,10 +23,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Link:
-    """Who communicates: the layers themselves, or the executor that runs them. One per group of ranks.
+    """Who communicates: the layers themselves, or the executor that runs them. One per degree of a model.
+
+    Layers that communicate by themselves all work on all rows, replicas alike: each replica's share of
+    their gradients is then one part in ``replicas`` of what it computes.
 
     Attributes:
         axis: the ranks that share the layers' weights.
+        replicas: how many such groups of ranks share the batch.
+        replica: which of them this is.
         managed: the executor owns the collectives.
         captured: where row-parallel layers put their input instead of projecting it.
         put_off: where linear layers put the work of their weight gradients.
@@ -34,6 +40,8 @@ class Link:
     """
 
     axis: Axis
+    replicas: int = 1
+    replica: int = 0
     managed: bool = False
     captured: list[Captured] | None = None
     put_off: list[Callable[[], None]] | None = None
@@ -64,6 +72,21 @@ class Link:
         return seed_of(self.seed, self._draws)
 
 
+class ScaleGradient(torch.autograd.Function):
+    """Identity whose backward scales the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        """Return ``x``."""
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        """Scale."""
+        return grads[0] * ctx.factor, None
+
+
 class CopyToGroup(torch.autograd.Function):
     """Identity whose backward sums the gradient over the group."""
 
@@ -92,6 +115,18 @@ class ReduceFromGroup(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         """Return the gradient."""
         return grads[0], None
+
+
+def enter_block(x: Tensor, link: Link) -> Tensor:
+    """What a block reads, when layers communicate by themselves."""
+    x = apply(ScaleGradient, x, link.replicas) if link.replicas > 1 else x
+    return apply(CopyToGroup, x, link.axis)
+
+
+def leave_block(x: Tensor, link: Link) -> Tensor:
+    """The whole output of a block from this rank's share, when layers communicate by themselves."""
+    x = apply(ReduceFromGroup, x, link.axis)
+    return apply(ScaleGradient, x, 1 / link.replicas) if link.replicas > 1 else x
 
 
 class GatherFromGroup(torch.autograd.Function):

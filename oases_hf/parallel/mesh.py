@@ -2,6 +2,7 @@
 
 Ranks are laid out ``world = data × tmp`` with the TMP world innermost: with 4 ranks and
 ``tmp_size=2`` the TMP worlds are (0, 1) and (2, 3), the data-parallel groups (0, 2) and (1, 3).
+Within a TMP world, a block of degree ``d`` is split over ``d`` neighbours.
 """
 
 from __future__ import annotations
@@ -110,6 +111,15 @@ class Axis:
         dist.all_gather(parts, tensor.contiguous(), group=self.group)
         return parts
 
+    def start_gather_rows(self, part: Tensor) -> tuple[Tensor, Pending]:
+        """Start to gather ``[n, …]`` of every rank to ``[size × n, …]``; the result is there when it is awaited."""
+        if self.group is None:
+            return part, DONE
+        self.traffic.count(part)
+        whole = part.new_empty(self.size * part.shape[0], *part.shape[1:])
+        work: Pending = dist.all_gather_into_tensor(whole, part.contiguous(), group=self.group, async_op=True)
+        return whole, work
+
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrite ``tensor`` with that of the axis' first rank; returns it."""
         if self.group is not None:
@@ -132,6 +142,7 @@ class Mesh:
     control: Axis
     tmp_control: Axis
     meetings: int = 0
+    _axes: dict[tuple[int, int], Axis] = field(default_factory=dict)
 
     @classmethod
     def build(cls, tmp_size: int | None = None) -> Mesh:
@@ -149,16 +160,25 @@ class Mesh:
             divisors = [n for n in range(1, size + 1) if size % n == 0]
             raise ConfigError(f"tmp_size={tmp_size} does not divide the {size} ranks; choose one of {divisors}")
         rank = dist.get_rank() if dist.is_initialized() else 0
-        everyone = [list(range(size))]
-        tmp_worlds = [list(range(lo, lo + tmp_size)) for lo in range(0, size, tmp_size)]
-        data_groups = [list(range(lane, size, tmp_size)) for lane in range(tmp_size)]
+        world, tmp, data = (_axis(size, *lay, rank) for lay in ((size, 1), (tmp_size, 1), (size, tmp_size)))
         return cls(
-            world=_axis(everyone, rank),
-            tmp=_axis(tmp_worlds, rank),
-            data=_axis(data_groups, rank),
-            control=_axis(everyone, rank, "gloo"),
-            tmp_control=_axis(tmp_worlds, rank, "gloo"),
+            world,
+            tmp,
+            data,
+            control=_axis(size, size, 1, rank, "gloo"),
+            tmp_control=_axis(size, tmp_size, 1, rank, "gloo"),
+            _axes={(size, tmp_size): data, (tmp_size, 1): tmp},
         )
+
+    def axis(self, within: int, stride: int = 1) -> Axis:
+        """The ranks that, of each ``within`` neighbours, are ``stride`` apart; every rank must ask for it.
+
+        So ``axis(d)`` shares a block of degree ``d``, ``axis(e, d)`` holds the rows of a replica of degree ``e`` in
+        parts of degree ``d < e``, and ``axis(world size, d)`` holds the replicas of one share.
+        """
+        if (within, stride) not in self._axes:
+            self._axes[within, stride] = _axis(self.world.size, within, stride, self.world.rank)
+        return self._axes[within, stride]
 
     def meet(self, what: str) -> None:
         """Wait until every rank is here; raise on those that are when some are not.
@@ -187,15 +207,17 @@ class Mesh:
             ) from error
 
 
-def _axis(partition: list[list[int]], rank: int, backend: str | None = None) -> Axis:
-    """The part of ``partition`` that ``rank`` is in; groups are made by all ranks, in one order."""
+def _axis(size: int, within: int, stride: int, rank: int, backend: str | None = None) -> Axis:
+    """The axis of ``rank`` among those of all ``size`` ranks; groups are made by all ranks, in one order."""
     mine = Axis((rank,), 0)
-    for ranks in partition:
-        if len(ranks) == 1:
-            continue
-        group = dist.new_group(ranks, timeout=_world_timeout(), backend=backend)
-        if rank in ranks:
-            mine = Axis(tuple(ranks), ranks.index(rank), weakref.ref(group))
+    for lo in range(0, size, within):
+        for first in range(lo, lo + stride):
+            ranks = tuple(range(first, lo + within, stride))
+            if len(ranks) == 1:
+                continue
+            group = dist.new_group(list(ranks), timeout=_world_timeout(), backend=backend)
+            if rank in ranks:
+                mine = Axis(ranks, ranks.index(rank), weakref.ref(group))
     return mine
 
 

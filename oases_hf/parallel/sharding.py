@@ -98,18 +98,21 @@ class Slice:
 
 @dataclass(frozen=True)
 class Layout:
-    """How one parameter is spread over the ranks of its group.
+    """How one parameter is spread over the ranks of its TMP world.
 
     Attributes:
         shape: the full shape, as in the HF checkpoint.
         slices: each rank's slice; empty when every rank holds the whole.
-        partial_grad: each rank's gradient is only its share of a sum over the group, although
+        partial_grad: each rank's gradient is only its share of a sum over the TMP world, although
             several ranks hold the parameter (norms and biases inside a block, shared KV heads).
+        replicas: the parts of the TMP world that hold the same and work on different rows, so that
+            their gradients add up.
     """
 
     shape: tuple[int, ...]
     slices: tuple[Slice, ...] = ()
     partial_grad: bool = False
+    replicas: int = 1
 
     @property
     def sharded(self) -> bool:

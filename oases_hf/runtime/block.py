@@ -5,13 +5,15 @@ Shapes: B batch, S sequence, H hidden; b is the part of B that a sub-batch is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
 from ..parallel.linear import Captured
+from ..parallel.link import Link
+from ..parallel.mesh import Axis
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class Block:
 
     Attributes:
         name: where it is in the model, for messages.
+        link: the ranks that share its weights.
         partial: maps a hidden ``[b, S, H]`` and a sub-batch number to this rank's share of the output.
         parameters: the parameters it uses.
         norm: what the reduced output goes through; None when it is just added to the stream.
@@ -27,6 +30,7 @@ class Block:
     """
 
     name: str
+    link: Link
     partial: Callable[[Tensor, int], Tensor]
     parameters: tuple[nn.Parameter, ...]
     norm: Callable[[Tensor], Tensor] | None = None
@@ -38,13 +42,28 @@ class Block:
             return hidden + reduced, None
         if self.norm_of_sum:
             total = hidden + reduced
-            return self.norm(total), total
-        return hidden + self.norm(reduced), reduced
+            return self.normed(total), total
+        return hidden + self.normed(reduced), reduced
+
+    def normed(self, x: Tensor) -> Tensor:
+        """The norm of ``x``, ``[b, S, H]``, of which this rank has the rows of its replica."""
+        assert self.norm is not None
+        with self.link.executing():
+            return self.norm(x)
+
+    def norm_grad(self, of: Tensor, grad: Tensor) -> Tensor:
+        """The gradient of what the norm was ``of``, from that of its result; adds to those of its weights."""
+        leaf = of.detach().requires_grad_()
+        with torch.enable_grad():
+            normed = self.normed(leaf)
+        torch.autograd.backward(normed, grad.to(normed.dtype))
+        assert leaf.grad is not None
+        return leaf.grad
 
 
 @dataclass
 class Graph:
-    """A recomputed block: its input, and its outputs by piece."""
+    """A block ready for backward: its input, and its outputs by piece."""
 
     leaf: Tensor
     outputs: dict[int, Tensor] = field(default_factory=dict)
@@ -57,6 +76,7 @@ class Inner:
     shape: torch.Size
     captured: list[Captured]
     pieces: list[tuple[Tensor, ...]]
+    recording: bool
 
     def project(self, piece: int) -> Tensor:
         """The share of one piece, ``[tokens, H]``."""
@@ -67,6 +87,30 @@ class Inner:
         for other in rest:
             first = first + other
         return first
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How the rows of a sub-batch are spread over a TMP world whose blocks differ in degree.
+
+    Attributes:
+        multiple: what the rows are filled up to, so that all replicas have equally many.
+        between: for a block, or the index behind the last, the ranks of which each has a part of the rows that the
+            block, or the one before, has whole.
+    """
+
+    multiple: int
+    between: Mapping[int, Axis]
+
+    def fill(self, x: Tensor) -> Tensor:
+        """``x``, ``[b, …]``, with as many more rows of zeros as it takes."""
+        missing = -x.shape[0] % self.multiple
+        return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
+
+    def part(self, x: Tensor, block: int) -> Tensor:
+        """This rank's rows of ``x``, ``[b, …]``, at ``block``."""
+        axis = self.between[block]
+        return x.chunk(axis.size)[axis.rank].clone()  # a view would keep all rows
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import assert_never
+from typing import Any, assert_never, get_args
 
 import torch
 from torch import Tensor
 
 from ..parallel.gradients import GradientSync
 from ..parallel.linear import Captured, PutOff
-from ..parallel.link import Link
 from ..parallel.mesh import Pending
 from ..parallel.rng import DropoutSeeds, seeded
 from ..schedule import (
@@ -29,52 +28,46 @@ from ..schedule import (
     Project,
     Recompute,
     ReduceGrads,
-    Schedule,
+    Slice,
     StartAsync,
     Sync,
     around,
+    block_of,
     to_text,
 )
-from ..schedule.instructions import Tensor as TensorName
-from .block import Autocast, Block, Graph, Inner
+from ..schedule.instructions import Moved, Reduced
+from .block import Autocast, Block, Graph, Inner, Rows
+from .step import Ready
 
 Key = tuple[int, int]
 
 
 class Run:
-    """The tensors of one forward through a stack and of its backward.
+    """The tensors of one forward and its backward.
 
     Args:
         blocks: the blocks, in order.
-        schedule: the instructions; ``schedule.check`` says what a right one is.
-        link: the ranks that share the blocks' weights.
-        gradients: who averages gradients over data-parallel ranks.
+        ready: the schedule.
+        rows: how rows are spread over blocks of different degrees.
+        gradients: who completes gradients across replicas.
         seeds: of dropout; None when there is none.
     """
 
     def __init__(
         self,
         blocks: Sequence[Block],
-        schedule: Schedule,
-        link: Link,
+        ready: Ready,
+        rows: Rows,
         gradients: GradientSync,
         seeds: DropoutSeeds | None = None,
     ) -> None:
         self._blocks = blocks
-        self._schedule = schedule
-        self._link = link
+        self._ready = ready
+        self._rows = rows
         self._gradients = gradients
         self._seeds = seeds
         self._number = seeds.next_forward() if seeds else 0
-        self._sub_batches = schedule.sub_batches
-        every = (*schedule.forward, *schedule.backward)
-        self._sent = {op.collective for op in every if isinstance(op, StartAsync)}
-        self._kept = {(op.block, op.sub_batch) for op in every if isinstance(op, Forward) and op.keep_input}
-        self._deferring = any(isinstance(op, BackwardInput) for op in every)
-        # Norms behind blocks have a backward, and what they were of is kept, or made again by recompute.
-        backward = {(op.block, op.sub_batch) for op in every if isinstance(op, Backward | BackwardInput)}
-        remade = {c for c in self._sent if c.tensor == "recomputed"}
-        self._keep_joins = backward - {(c.block, c.sub_batch) for c in remade}
+        self._sub_batches = ready.schedule.sub_batches
         self._autocast = Autocast("cpu", False, torch.bfloat16, True)
         self._hidden: dict[Key, Tensor] = {}
         self._inputs: dict[Key, Tensor] = {}
@@ -90,32 +83,34 @@ class Run:
     @property
     def kept_bytes(self) -> int:
         """The bytes of the block inputs that are kept for recompute now."""
-        kept = (*self._inputs.values(), *self._joins.values())
-        return sum(x.numel() * x.element_size() for x in kept)
+        storages = {x.untyped_storage() for x in (*self._inputs.values(), *self._joins.values())}
+        return sum(storage.nbytes() for storage in storages)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Run the forward half on ``[B, S, H]``."""
         self._autocast = Autocast.of(hidden.device.type)
-        for k, part in enumerate(hidden.tensor_split(self._sub_batches)):
-            self._hidden[0, k] = part
-        self._execute("forward", self._schedule.forward)
+        parts = hidden.tensor_split(self._sub_batches)
+        for k, part in enumerate(parts):
+            self._hidden[0, k] = self._rows.fill(part)
+        self._execute("forward", self._ready.schedule.forward)
         last = len(self._blocks)
         # Popped, not read: a run that held its output would be in a cycle with the autograd node.
-        return torch.cat([self._hidden.pop((last, k)) for k in range(self._sub_batches)])
+        return torch.cat([self._hidden.pop((last, k))[: len(part)] for k, part in enumerate(parts)])
 
     def backward(self, grad: Tensor, ops: Sequence[Instruction]) -> Tensor:
         """Run ``ops``, a backward half, on the gradient of the output, ``[B, S, H]``; returns that of the input."""
-        for k, part in enumerate(grad.tensor_split(self._sub_batches)):
-            self._grads[k] = part
+        parts = grad.tensor_split(self._sub_batches)
+        for k, part in enumerate(parts):
+            self._grads[k] = self._rows.fill(part)
         self._execute("backward", ops)
-        return torch.cat([self._grads.pop(k) for k in range(self._sub_batches)])
+        return torch.cat([self._grads.pop(k)[: len(part)] for k, part in enumerate(parts)])
 
     def _execute(self, half: str, ops: Sequence[Instruction]) -> None:
         for position, op in enumerate(ops):
             try:
                 self._step(op)
             except Exception as error:
-                block = op.collective.block if isinstance(op, Project | StartAsync | Sync) else op.block
+                block = min(block_of(op), len(self._blocks) - 1)  # behind the last, its output moves
                 where = f"{half} schedule, {to_text(op)} of {self._blocks[block].name}"
                 error.add_note(f"{where}: {around(ops, position)}")
                 raise
@@ -130,6 +125,9 @@ class Run:
                 self._project(collective)
             case StartAsync(collective):
                 self._start(collective)
+            case Slice(collective):
+                stream, key = self._stream(collective)
+                stream[key] = self._rows.part(stream[key], collective.block)
             case Sync(collective):
                 self._sync(collective)
             case Backward(block, k):
@@ -147,66 +145,73 @@ class Run:
 
     def _forward(self, op: Forward) -> None:
         key = (op.block, op.sub_batch)
-        if key in self._kept and not self._from_join(key):
+        if key in self._ready.kept and not self._from_join(key):
             self._inputs[key] = self._hidden[key]
-        with torch.no_grad():
-            self._compute(op, "output", self._hidden[key])
+        if op.keep == "graph":
+            self._record(op, "output", self._hidden[key])
+        else:
+            with torch.no_grad():
+                self._compute(op, "output", self._hidden[key])
 
     def _recompute(self, op: Recompute) -> None:
         key = (op.block, op.sub_batch)
         if self._from_join(key):
-            before = self._blocks[op.block - 1].norm
-            assert before is not None
             with torch.no_grad(), self._autocast.again():
-                self._inputs[key] = before(self._joins[op.block - 1, op.sub_batch])
-        leaf = self._inputs[key].detach().requires_grad_()
+                self._inputs[key] = self._blocks[op.block - 1].normed(self._joins[op.block - 1, op.sub_batch])
+        self._record(op, "recomputed", self._inputs[key])
+
+    def _record(self, op: Forward | Recompute, tensor: Reduced, x: Tensor) -> None:
+        """Run a block on ``x``, ``[b, S, H]``, and keep its graph."""
+        key = (op.block, op.sub_batch)
+        leaf = x.detach().requires_grad_()
         self._graphs[key] = Graph(leaf)
-        if self._deferring:
+        if self._ready.deferring:
             self._put_off[key] = []
         with torch.enable_grad():
-            self._compute(op, "recomputed", leaf)
+            self._compute(op, tensor, leaf)
 
     def _from_join(self, key: Key) -> bool:
         """Whether a block's input is a norm of what is kept for the block before, so need not be kept itself."""
         before = (key[0] - 1, key[1])
-        return before in self._joins and self._blocks[before[0]].norm_of_sum
+        moves = key[0] in self._rows.between
+        return before in self._joins and self._blocks[before[0]].norm_of_sum and not moves
 
-    def _compute(self, op: Forward | Recompute, tensor: TensorName, x: Tensor) -> None:
+    def _compute(self, op: Forward | Recompute, tensor: Reduced, x: Tensor) -> None:
         """Run a block on ``x``, ``[b, S, H]``; in pieces, stop before its projections."""
         key = (op.block, op.sub_batch)
         first = Collective(*key, tensor, 0, op.pieces)
         captured: list[Captured] | None = [] if op.pieces > 1 else None
         # Of a recompute that is not sent, only the graph is of use: its last matmul is spared.
-        unread = captured is None and tensor == "recomputed" and first not in self._sent
-        with self._inside(key, tensor, x.device, captured, unread=unread):
+        unread = captured is None and tensor == "recomputed" and first not in self._ready.sent
+        with self._inside(key, tensor == "recomputed", x.device, captured, unread=unread):
             share = self._blocks[op.block].partial(x, op.sub_batch)
         if captured is None:
             self._made(first, share)
         else:
             pieces = [each.x.flatten(0, -2).tensor_split(op.pieces) for each in captured]
-            self._inners[first] = Inner(x.shape, captured, pieces)
+            self._inners[first] = Inner(x.shape, captured, pieces, torch.is_grad_enabled())
 
     def _project(self, collective: Collective) -> None:
         inner = self._inners[collective.siblings()[0]]
         key = (collective.block, collective.sub_batch)
         device, piece = inner.captured[0].x.device, collective.piece
-        recording = torch.set_grad_enabled(collective.tensor == "recomputed")
-        with recording, self._inside(key, collective.tensor, device, piece=piece):
+        recompute = collective.tensor == "recomputed"
+        with torch.set_grad_enabled(inner.recording), self._inside(key, recompute, device, piece=piece):
             share = inner.project(piece)
         self._made(collective, share)
 
     def _made(self, collective: Collective, share: Tensor) -> None:
         """Keep a piece of a block's output: for its all-reduce, and for backward."""
-        if collective.tensor == "recomputed":
+        if share.requires_grad:
             self._graphs[collective.block, collective.sub_batch].outputs[collective.piece] = share
-        if collective in self._sent:
+        if collective in self._ready.sent:
             self._partials[collective] = share.detach()
 
     @contextmanager
     def _inside(
         self,
         key: Key,
-        tensor: TensorName,
+        recompute: bool,
         device: torch.device,
         captured: list[Captured] | None = None,
         *,
@@ -215,31 +220,46 @@ class Run:
     ) -> Iterator[None]:
         """The state in which a block computes: the same in recompute as in forward."""
         with ExitStack() as stack:
-            own, shared = None, ""
+            own, shared, link = None, "", self._blocks[key[0]].link
             if self._seeds is not None:
                 own = self._seeds.own(self._number, *key, piece)
-                shared = self._seeds.shared(self._number, *key, piece)
-            stack.enter_context(self._link.executing(captured, self._put_off.get(key), unread, shared))
+                shared = self._seeds.shared(self._number, *key, piece, link.replica)
+            stack.enter_context(link.executing(captured, self._put_off.get(key), unread, shared))
             stack.enter_context(seeded(own, device))
-            if tensor == "recomputed":
+            if recompute:
                 stack.enter_context(self._autocast.again())
             yield
 
     def _start(self, collective: Collective) -> None:
+        if collective.tensor in get_args(Moved):
+            stream, key = self._stream(collective)
+            self._flying[collective] = self._rows.between[collective.block].start_gather_rows(stream[key])
+            return
         share = self._partials.pop(collective).contiguous()
-        if collective.tensor == "recomputed":
+        if (collective.block, collective.sub_batch) in self._graphs:
             share = share.clone()  # backward may still need what the graph computed
-        self._flying[collective] = share, self._link.axis.start_all_reduce(share)
+        axis = self._blocks[collective.block].link.axis
+        self._flying[collective] = share, axis.start_all_reduce(share)
 
     def _sync(self, collective: Collective) -> None:
-        share, work = self._flying.pop(collective)
+        tensor, work = self._flying.pop(collective)
         work.wait()
-        self._arrived[collective] = share
-        pieces = collective.siblings()
-        if all(piece in self._arrived for piece in pieces):
-            parts = [self._arrived.pop(piece) for piece in pieces]
-            inner = self._inners.pop(pieces[0], None)
+        if collective.tensor in get_args(Moved):
+            stream, key = self._stream(collective)
+            stream[key] = tensor
+            return
+        self._arrived[collective] = tensor
+        if all(piece in self._arrived for piece in collective.siblings()):
+            parts = [self._arrived.pop(piece) for piece in collective.siblings()]
+            inner = self._inners.pop(collective.siblings()[0], None)
             self._join(collective, parts[0] if inner is None else torch.cat(parts).view(inner.shape))
+
+    def _stream(self, collective: Collective) -> tuple[dict[Any, Tensor], Any]:
+        """Where the tensor is whose rows move."""
+        if collective.tensor == "grad":
+            return self._grads, collective.sub_batch
+        store = self._hidden if collective.tensor == "hidden" else self._inputs
+        return store, (collective.block, collective.sub_batch)
 
     def _join(self, collective: Collective, reduced: Tensor) -> None:
         """Add a reduced tensor to the stream it belongs to."""
@@ -248,23 +268,21 @@ class Run:
         match collective.tensor:
             case "output":
                 self._hidden[after], normed = self._blocks[block].join(self._hidden.pop((block, k)), reduced)
-                if normed is not None and (block, k) in self._keep_joins:
+                if normed is not None and (block, k) in self._ready.kept_joins:
                     self._joins[block, k] = normed
             case "recomputed":
                 with torch.no_grad(), self._autocast.again():
                     hidden, normed = self._blocks[block].join(self._inputs[block, k], reduced)
                 if normed is not None:
                     self._joins[block, k] = normed
-                if after not in self._kept and block + 1 < len(self._blocks):
+                if after not in self._ready.kept and block + 1 < len(self._blocks):
                     self._inputs[after] = hidden
-            case "input_grad":
-                self._grads[k] = self._grads[k] + reduced
             case _:
-                assert_never(collective.tensor)
+                self._grads[k] = self._grads[k] + reduced
 
     def _backward(self, key: Key) -> None:
         graph = self._graphs.pop(key)
-        del self._inputs[key]
+        self._inputs.pop(key, None)
         outputs = [graph.outputs[piece] for piece in range(len(graph.outputs))]
         grad = self._through_norm(key)
         grads = [grad] if len(outputs) == 1 else grad.flatten(0, -2).tensor_split(len(outputs))
@@ -277,11 +295,8 @@ class Run:
         block, k = self._blocks[key[0]], key[1]
         if block.norm is None:
             return self._grads[k]
-        leaf = self._joins.pop(key).detach().requires_grad_()
-        with torch.enable_grad(), self._autocast.again():
-            normed = block.norm(leaf)
-        torch.autograd.backward(normed, self._grads[k].to(normed.dtype))
-        assert leaf.grad is not None
+        with self._autocast.again():
+            grad = block.norm_grad(self._joins.pop(key), self._grads[k])
         if block.norm_of_sum:
-            self._grads[k] = leaf.grad
-        return leaf.grad
+            self._grads[k] = grad
+        return grad

@@ -8,33 +8,29 @@ it is the plain list of layers, which communicate by themselves.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cached_property, partial
 from typing import Any, cast
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import UnsupportedModelError
 from ..parallel.gradients import GradientSync
 from ..parallel.link import Link
+from ..parallel.mesh import Mesh
 from ..parallel.rng import DropoutSeeds, seed_of, seeded
-from ..schedule import (
-    Instruction,
-    Schedule,
-    check,
-    defer_weight_grads,
-    kind,
-    reduce_grads,
-    without_backward_below,
-)
-from .block import Block
+from ..schedule import Instruction
+from .block import Block, Rows
 from .executor import Run
 from .node import run_recorded
-from .splitting import parts_of, unsplittable
+from .splitting import Context, Share, parts_of, unsplittable
+from .step import Ready, Step, plan_step
 
 log = logging.getLogger(__name__)
 
@@ -67,11 +63,14 @@ class Stack:
         layers: returns the layers.
         blocks: the blocks of a layer, in order.
         block_parameters: the parameters of each block of the whole stack, in order.
+        links: the ranks that share the weights of each block of the whole stack, in order.
+        mesh: the ranks.
         per_sample: names of the layers' arguments whose first dimension is the batch.
         cache: names of the layers' argument that holds a key/value cache.
         positional: names of the arguments that the loop passes by position.
         schedule: the schedule's name.
         sub_batches: into how many parts to split a batch.
+        graphs_kept: the blocks that are not recomputed.
         defer: put weight gradients off until the input gradient's all-reduce runs.
         seeds: of dropout; None when the model has none.
         training: the base model is in training mode, as of its last forward.
@@ -84,10 +83,12 @@ class Stack:
     per_sample: tuple[str, ...]
     cache: tuple[str, ...]
     positional: tuple[str, ...]
-    link: Link
+    links: tuple[Link, ...]
+    mesh: Mesh
     gradients: GradientSync
     schedule: str
     sub_batches: int
+    graphs_kept: frozenset[int]
     defer: bool
     seeds: DropoutSeeds | None
     training: bool = True
@@ -131,16 +132,19 @@ class Stack:
                 hidden = layer(hidden, *args, **kwargs)
             return hidden
         sub_batches = self._split_count(hidden, contexts)
-        parts = [parts_of(context, self.per_sample, hidden.shape[0], sub_batches) for context in contexts]
+        parts = [self._parts(context, hidden.shape[0], sub_batches) for context in contexts]
         blocks = [
             Block(
                 f"{self.path}.{i}.{block.name}",
-                partial(_partial, block.run, layer, parts[i]),
+                link,
+                partial(_partial, block.run, layer, parts[i][link.replicas]),
                 parameters,
                 None if block.norm is None else layer.get_submodule(block.norm),
                 block.norm_of_sum,
             )
-            for (i, layer, block), parameters in zip(self._walk(layers), self.block_parameters, strict=True)
+            for (i, layer, block), link, parameters in zip(
+                self._walk(layers), self.links, self.block_parameters, strict=True
+            )
         ]
         return self._apply(blocks, hidden, sub_batches)
 
@@ -149,29 +153,56 @@ class Stack:
             for block in self.blocks:
                 yield i, layer, block
 
+    @cached_property
+    def _degrees(self) -> tuple[int, ...]:
+        return tuple(link.axis.size for link in self.links)
+
+    @cached_property
+    def _rows(self) -> Rows:
+        around = (self.mesh.tmp.size, *self._degrees, self.mesh.tmp.size)
+        pairs = [(max(pair), min(pair)) for pair in itertools.pairwise(around)]
+        between = {i: self.mesh.axis(*pair) for i, pair in enumerate(pairs) if pair[0] != pair[1]}
+        return Rows(max(link.replicas for link in self.links), between)
+
+    def _parts(self, context: Context, batch: int, sub_batches: int) -> dict[int, list[dict[str, Any]]]:
+        """A layer's arguments for each sub-batch, by the number of replicas that share its rows."""
+        shares = {link.replicas: Share(link.replica, link.replicas, self._rows.multiple) for link in self.links}
+        return {n: parts_of(context, self.per_sample, batch, sub_batches, share) for n, share in shares.items()}
+
     def _apply(self, blocks: Sequence[Block], hidden: Tensor, sub_batches: int) -> Tensor:
         trained = [i for i, ps in enumerate(self.block_parameters) if any(p.requires_grad for p in ps)]
         recording = torch.is_grad_enabled() and (bool(trained) or hidden.requires_grad)
         first = 0 if hidden.requires_grad or not trained else trained[0]
-        schedules = plan_step(
-            self.schedule, len(blocks), sub_batches, len(self.blocks), self.defer, first if recording else None
+        step = Step(
+            self.schedule,
+            sub_batches,
+            len(self.blocks),
+            self._degrees,
+            self.mesh.tmp.size,
+            self.graphs_kept,
+            self.defer,
         )
-        run = Run(blocks, schedules[0], self.link, self.gradients, self.seeds if self.training else None)
+        ready = plan_step(step, first if recording else len(blocks))
+        run = Run(blocks, ready, self._rows, self.gradients, self.seeds if self.training else None)
         if not recording:
             return run.forward(hidden)
         self._live.add(run)
-        return run_recorded(hidden, run, partial(self._backward_ops, schedules), trainable=True)
+        return run_recorded(hidden, run, partial(self._backward_ops, ready), trainable=True)
 
-    def _backward_ops(self, schedules: tuple[Schedule, Schedule], run: Run) -> Sequence[Instruction]:
+    def _backward_ops(self, ready: Ready, run: Run) -> Sequence[Instruction]:
         """The backward half: with early reduction when no other run's backward adds to the same gradients."""
         self._live.discard(run)
         self.gradients.begin()
-        early = self.reduce_now and not self._live
-        return schedules[early].backward
+        return (ready.early if self.reduce_now and not self._live else ready.schedule).backward
 
     def _split_count(self, hidden: Tensor, contexts: Sequence[Mapping[str, Any]]) -> int:
         batch = hidden.shape[0]
         odd = unsplittable(contexts, self.per_sample)
+        if odd is not None and self._rows.multiple > 1:
+            raise UnsupportedModelError(
+                f"{odd} cannot be split by rows, which replicas of blocks of a degree below tmp_size="
+                f"{self.mesh.tmp.size} do; choose degree {self.mesh.tmp.size}, or attention that takes a mask per row"
+            )
         if odd is not None and self.sub_batches > 1:
             self._say(f"{odd} cannot be split: one sub-batch, no overlap")
             return 1
@@ -183,30 +214,6 @@ class Stack:
         if message not in self._said:
             self._said.add(message)
             log.warning("%s: %s (said once)", self.path, message)
-
-
-@cache
-def plan_step(
-    name: str, blocks: int, sub_batches: int, blocks_per_layer: int, defer: bool, first: int | None
-) -> tuple[Schedule, Schedule]:
-    """The checked schedule of a step, plain and with early data-parallel reduction.
-
-    Args:
-        name: which schedule.
-        blocks: blocks of the stack.
-        sub_batches: parts of the batch.
-        blocks_per_layer: the granularity of recompute of the schedules that have one.
-        defer: put weight gradients off.
-        first: the first block that needs a backward; None when none does.
-    """
-    schedule = kind(name).build(blocks, sub_batches, blocks_per_layer)
-    if first is None:
-        first = blocks
-    schedule, first = without_backward_below(schedule, first)
-    if defer:
-        schedule = defer_weight_grads(schedule)
-    check(schedule, blocks, sub_batches, first)
-    return schedule, check(reduce_grads(schedule), blocks, sub_batches, first)
 
 
 def _partial(run: Callable[..., Tensor], layer: nn.Module, contexts: list[dict[str, Any]], x: Tensor, k: int) -> Tensor:

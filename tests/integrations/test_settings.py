@@ -22,6 +22,7 @@ from .looping import set_up
 from .test_trainer import check
 
 PLAN = Plan("llama, hidden 32, 2 layers", 2, (2,) * 4, "merak", 3)
+MIXED = Plan("llama, hidden 32, 2 layers", 4, (4, 2, 1, 2), "oases", 2, ("full", "none", "none", "full"))
 
 
 def test_variables_fill_in_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,12 +30,13 @@ def test_variables_fill_in_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> 
         "OASES_TMP_SIZE": "4",
         "OASES_SCHEDULE": "wang",
         "OASES_SUB_BATCHES": "3",
+        "OASES_RECOMPUTE": "none",
         "OASES_DEFER_WEIGHT_GRADS": "yes",
         "OASES_GATHER_LOGITS": "0",
     }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    expected = OasesConfig(4, None, "wang", 1, True, False)
+    expected = OasesConfig(4, None, "wang", 1, "none", True, False)
     assert OasesConfig(sub_batches=1) == expected
     assert vars(OasesPlugin(sub_batches=1)) == vars(expected)
     assert OasesConfig(schedule="merak").schedule == "merak"
@@ -46,7 +48,7 @@ REFUSED: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({"OASES_GATHER_LOGITS": "perhaps"}, {}, "OASES_GATHER_LOGITS='perhaps' cannot be read as flag"),
     ({}, {"degree": 0}, "degree=0; choose 1 or more"),
     ({}, {"tmp_size": 4, "degree": 3}, "degree=3 does not divide tmp_size=4; choose a divisor of 4"),
-    ({}, {"tmp_size": 4, "degree": 2}, "degree=2 below tmp_size=4 is not supported yet; set tmp_size=2"),
+    ({}, {"recompute": "some"}, "recompute='some'; choose full or none"),
     ({}, {"schedule": "fast"}, "schedule 'fast' is unknown; choose one of megatron, wang, merak, cross_pass, oases"),
     ({}, {"plan": PLAN, "schedule": "wang"}, "plan and schedule are both set; the plan holds schedule: leave one out"),
     ({"OASES_DEGREE": "2"}, {"plan": PLAN}, "plan and degree are both set; the plan holds degree: leave one out"),
@@ -68,6 +70,7 @@ def test_plans_survive_the_disk(tmp_path: Path) -> None:
     path.write_text(PLAN.to_json())
     assert Plan.load(path) == PLAN
     assert OasesConfig(plan=str(path)).load_plan() == PLAN
+    assert Plan.from_json(MIXED.to_json()) == MIXED
     path.write_text('{"degrees": [2, 2]}')
     with pytest.raises(ConfigError, match=r"plan .*plan.json: this is no plan .*write one with Plan.to_json"):
         Plan.load(path)
@@ -76,6 +79,10 @@ def test_plans_survive_the_disk(tmp_path: Path) -> None:
 def test_a_degree_of_a_plan_divides_its_ranks() -> None:
     with pytest.raises(ConfigError, match=r"block 1: degree 3 does not divide the TMP world of 4 ranks; choose one of"):
         Plan("llama", 4, (4, 3))
+    with pytest.raises(ConfigError, match=r"degrees 2 and 3 in one plan; each must divide the next higher one"):
+        Plan("llama", 6, (2, 3))
+    with pytest.raises(ConfigError, match=r"recompute \('full',\) of 2 blocks; give each `full` or `none`"):
+        Plan("llama", 2, (2, 1), recompute=("full",))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
@@ -86,6 +93,22 @@ def test_every_schedule_trains(ranks: Worlds, schedule: str) -> None:
 def test_a_plan_trains(ranks: Worlds) -> None:
     check(ranks, 2, Task({"per_device_train_batch_size": 4}), plan=PLAN)
     assert ranks(2).run(sizes, {"plan": PLAN}, {}) == [(2, 1, "merak", 3)] * 2
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"plan": MIXED}, {"tmp_size": 4, "degree": 2}, {"tmp_size": 2, "degree": 1, "recompute": "none"}],
+    ids=["mixed", "replicas", "replicas and worlds"],
+)
+def test_blocks_of_low_degree_train(ranks: Worlds, settings: dict[str, Any]) -> None:
+    check(ranks, 4, Task({"gradient_accumulation_steps": 2, "max_grad_norm": 0.5}), **settings)
+
+
+def test_a_plan_in_a_few_words() -> None:
+    assert PLAN.summary() == "degree 2 in 4 blocks; schedule merak, 3 sub-batches"
+    assert MIXED.summary() == (
+        "degree 4 in 1 block, 2 in 1, 1 in 1, 2 in 1, 2 of them not recomputed; schedule oases, 2 sub-batches"
+    )
 
 
 def sizes(settings: dict[str, Any], variables: dict[str, str]) -> tuple[int, int, str, int]:
