@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -196,7 +196,8 @@ def frozen_below(first: int, wanted: dict[str, Tensor]) -> None:
 
 def freeze_below(model: PreTrainedModel, first: int) -> None:
     model.get_input_embeddings().requires_grad_(False)
-    for layer in model.base_model.layers[:first]:
+    layers: Any = model.base_model.layers
+    for layer in layers[:first]:
         layer.requires_grad_(False)
 
 

@@ -1,8 +1,7 @@
 """The executor: runs the instructions of a schedule on the blocks of a stack.
 
-One :class:`Run` holds the tensors of one forward and its backward, under the keys that
-``schedule.check`` keeps facts under. Shapes: B batch, S sequence, H hidden; b is the part of B that
-a sub-batch is.
+One :class:`Run` holds the tensors of one forward and its backward, under the keys that ``schedule.check``
+keeps facts under. Shapes: B batch, S sequence, H hidden; b is the part of B that a sub-batch is.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Run:
         ready: the schedule.
         rows: how rows are spread over blocks of different degrees.
         gradients: who completes gradients across replicas.
-        seeds: of dropout; None when there is none.
+        seeds: of dropout, if any.
     """
 
     def __init__(
@@ -238,8 +237,7 @@ class Run:
         share = self._partials.pop(collective).contiguous()
         if (collective.block, collective.sub_batch) in self._graphs:
             share = share.clone()  # backward may still need what the graph computed
-        axis = self._blocks[collective.block].link.axis
-        self._flying[collective] = share, axis.start_all_reduce(share)
+        self._flying[collective] = share, self._blocks[collective.block].link.axis.start_all_reduce(share)
 
     def _sync(self, collective: Collective) -> None:
         tensor, work = self._flying.pop(collective)

@@ -19,10 +19,11 @@ from oases_hf.schedule import (
     Schedule,
     StartAsync,
     Sync,
+    block_of,
     kind,
 )
 from oases_hf.schedule.builders import WANG_PIECES
-from oases_hf.schedule.instructions import Tensor
+from oases_hf.schedule.instructions import Communicate, Tensor
 
 from .examples import PASSES, build
 from .interpreter import run
@@ -149,9 +150,8 @@ def passes(backward: Ops) -> list[tuple[Pass, list[Instruction]]]:
     """A backward half cut where the kind of pass or the layer changes."""
     cut: list[tuple[Pass, list[Instruction]]] = []
     for op in backward:
-        of = op.collective if isinstance(op, Project | StartAsync | Sync) else op
-        recomputes = isinstance(op, Recompute) or (isinstance(of, Collective) and of.tensor == "recomputed")
-        this = ("recompute" if recomputes else "backward", of.block // 2)
+        sent = isinstance(op, Communicate) and op.collective.tensor == "recomputed"
+        this = ("recompute" if sent or isinstance(op, Recompute) else "backward", block_of(op) // 2)
         if not cut or cut[-1][0] != this:
             cut.append((this, []))
         cut[-1][1].append(op)
