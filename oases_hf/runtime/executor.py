@@ -36,7 +36,7 @@ from ..schedule import (
 )
 from ..schedule.instructions import Moved, Reduced
 from .block import Autocast, Block, Graph, Inner, Rows
-from .step import Ready
+from .step import Ready, Watch, unwatched
 
 Key = tuple[int, int]
 
@@ -50,6 +50,7 @@ class Run:
         rows: how rows are spread over blocks of different degrees.
         gradients: who completes gradients across replicas.
         seeds: of dropout, if any.
+        watch: called with each instruction; what it returns is entered while that runs.
     """
 
     def __init__(
@@ -59,12 +60,14 @@ class Run:
         rows: Rows,
         gradients: GradientSync,
         seeds: DropoutSeeds | None = None,
+        watch: Watch = unwatched,
     ) -> None:
         self._blocks = blocks
         self._ready = ready
         self._rows = rows
         self._gradients = gradients
         self._seeds = seeds
+        self._watch = watch
         self._number = seeds.next_forward() if seeds else 0
         self._sub_batches = ready.schedule.sub_batches
         self._autocast = Autocast("cpu", False, torch.bfloat16, True)
@@ -107,7 +110,8 @@ class Run:
     def _execute(self, half: str, ops: Sequence[Instruction]) -> None:
         for position, op in enumerate(ops):
             try:
-                self._step(op)
+                with self._watch(op):
+                    self._step(op)
             except Exception as error:
                 block = min(block_of(op), len(self._blocks) - 1)  # behind the last, its output moves
                 where = f"{half} schedule, {to_text(op)} of {self._blocks[block].name}"

@@ -30,7 +30,7 @@ from .block import Block, Rows
 from .executor import Run
 from .node import run_recorded
 from .splitting import Context, Share, parts_of, unsplittable
-from .step import Ready, Step, plan_step
+from .step import Ready, Step, Watch, plan_step, unwatched
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +74,7 @@ class Stack:
         defer: put weight gradients off until the input gradient's all-reduce runs.
         seeds: of dropout; None when the model has none.
         training: the base model is in training mode, as of its last forward.
+        watch: called with every instruction that runs.
     """
 
     path: str
@@ -92,6 +93,7 @@ class Stack:
     defer: bool
     seeds: DropoutSeeds | None
     training: bool = True
+    watch: Watch = unwatched
     plain: bool = False
     reduce_now: bool = False
     _inside: bool = False
@@ -183,7 +185,8 @@ class Stack:
             self.defer,
         )
         ready = plan_step(step, first if recording else len(blocks))
-        run = Run(blocks, ready, self._rows, self.gradients, self.seeds if self.training else None)
+        seeds = self.seeds if self.training else None
+        run = Run(blocks, ready, self._rows, self.gradients, seeds, self.watch)
         if not recording:
             return run.forward(hidden)
         self._live.add(run)

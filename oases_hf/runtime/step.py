@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 
@@ -10,6 +12,7 @@ from ..schedule import (
     BackwardInput,
     Collective,
     Forward,
+    Instruction,
     Schedule,
     StartAsync,
     check,
@@ -21,6 +24,14 @@ from ..schedule import (
     reshard,
     without_backward_below,
 )
+
+Watch = Callable[[Instruction], AbstractContextManager[None]]
+_NOTHING = nullcontext()
+
+
+def unwatched(op: Instruction) -> AbstractContextManager[None]:
+    """Watch nothing."""
+    return _NOTHING
 
 
 @dataclass(frozen=True)

@@ -145,9 +145,10 @@ SCHEDULES: dict[ScheduleName, Kind] = {
 }
 
 
-# For benchmarks only: no setting or plan takes these names.
+# For benchmarks and the profiler only: no setting or plan takes these names.
 VARIANTS: dict[str, Kind] = {
     "megatron_5": Kind(lambda *sizes: stop_early(megatron(*sizes)), 1),
+    "oases_blocking": Kind(lambda *sizes: blocking(oases(*sizes)), 1),
 }
 
 
