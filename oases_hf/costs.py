@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -239,7 +239,7 @@ def _kind(fields: dict[str, Any]) -> KindCosts:
     )
 
 
-_PARSE = {
+_PARSE: dict[str, Callable[[Any], Any]] = {
     "element_bytes": lambda fields: ElementBytes(**fields),
     "kinds": lambda fields: tuple(_kind(kind) for kind in fields),
     "all_reduce": _curves,
