@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from .dual import Dual, priced
 from .graph import Array, Graph, Path
 
-MAX_LABELS = 50_000  # a block's partial plans; those with the worst bounds are given up beyond it
+MAX_LABELS = 10_000  # a block's partial plans (some 1,000 were seen); those with the worst bounds are given up beyond
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Plan the paper's models from the profile that its authors published, beside the plans that the paper prints.
 
-    python scripts/bench/paper_plans.py
+    python -m scripts.bench.paper_plans
 
 Why they differ, as far as the published numbers tell:
 

@@ -6,15 +6,18 @@ import random
 
 from oases_hf.costs import CostTable, Curve, ElementBytes, KindCosts, Outside, Slowdown, Timing
 
-NO_COST = Curve(((1, 0.0),))
-
 
 def divisors(number: int) -> list[int]:
     return [degree for degree in range(1, number + 1) if number % degree == 0]
 
 
+def flat(ms: float) -> Curve:
+    """The same time for every size."""
+    return Curve(((1, ms), (2, ms)))
+
+
 def by_hand(tmp_size: int = 2, **changes: object) -> CostTable:
-    """One kind; at degree d: forward 8/d, recompute 6/d, backward 16/d, all-reduces 3 ms, gathers 5, no sync cost."""
+    """One kind; at degree d: forward 8/d, recompute 6/d, backward 16/d ms; an all-reduce takes 3, a gather 5 ms."""
     timings = {
         degree: {
             sub_batches: Timing(8 / degree, 6 / degree, 16 / degree, 8 / degree, graph_bytes=100, runtime_bytes=40)
@@ -31,10 +34,8 @@ def by_hand(tmp_size: int = 2, **changes: object) -> CostTable:
         "hidden": 1,
         "element_bytes": ElementBytes(4, 4, 4, 4, 8),
         "kinds": (KindCosts("block", {degree: 1000 // degree for degree in divisors(tmp_size)}, timings),),
-        "all_reduce": {
-            degree: Curve(((1, 3.0), (100, 3.0), (101, 0.003 * 101 + 2.7))) for degree in divisors(tmp_size)
-        },
-        "all_gather": {degree: Curve(((1, 5.0),)) for degree in divisors(tmp_size)},
+        "all_reduce": {ranks: flat(3.0) for ranks in divisors(tmp_size)},
+        "all_gather": {ranks: flat(5.0) for ranks in divisors(tmp_size)},
         "slowdown": Slowdown(),
         "outside": Outside(ms=0.0, parameters=0, bytes=0),
         "optimizer_ms": 0.0,
@@ -42,28 +43,29 @@ def by_hand(tmp_size: int = 2, **changes: object) -> CostTable:
     return CostTable(**{**fields, **changes})  # type: ignore[arg-type]
 
 
+def random_timing(draw: random.Random, degree: int, sub_batches: int) -> Timing:
+    forward = draw.uniform(1, 3) * 8 / degree / sub_batches
+    return Timing(
+        forward_ms=forward,
+        recompute_ms=forward * draw.uniform(0.6, 0.9),
+        backward_ms=forward * draw.uniform(1.7, 2.3),
+        weight_ms=forward,
+        graph_bytes=draw.randrange(10_000, 40_000) // sub_batches,
+        runtime_bytes=draw.randrange(5_000, 20_000) // sub_batches,
+    )
+
+
 def random_table(seed: int, tmp_size: int, kinds: int) -> CostTable:
     """Times that fall with the degree and all-reduces that grow with it, more or less."""
     draw = random.Random(seed)
     degrees = divisors(tmp_size)
-
-    def timing(degree: int, sub_batches: int) -> Timing:
-        forward = draw.uniform(1, 3) * 8 / degree / sub_batches
-        return Timing(
-            forward_ms=forward,
-            recompute_ms=forward * draw.uniform(0.6, 0.9),
-            backward_ms=forward * draw.uniform(1.7, 2.3),
-            weight_ms=forward,
-            graph_bytes=draw.randrange(10_000, 40_000) // sub_batches,
-            runtime_bytes=draw.randrange(5_000, 20_000) // sub_batches,
-        )
 
     def kind(name: str) -> KindCosts:
         count = draw.randrange(1_000, 4_000)
         return KindCosts(
             name,
             parameters={degree: count // degree for degree in degrees},
-            timings={degree: {k: timing(degree, k) for k in (1, 2, 4)} for degree in degrees},
+            timings={degree: {k: random_timing(draw, degree, k) for k in (1, 2, 4)} for degree in degrees},
             saved_hiddens=draw.choice((1, 2)),
         )
 

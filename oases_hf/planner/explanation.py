@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from .predict import Prediction, predict
+from .prediction import Prediction, predict
 from .problem import GIB, Choice
-from .solve import Solution
+from .solver import Solution
 
 
 def explain(solution: Solution) -> str:
