@@ -20,7 +20,7 @@ from oases_hf.planner.problem import GIB
 from oases_hf.planner.search import MAX_LABELS
 from scripts.bench.paper_plans import cost_table
 
-REPEATS, GAPS, ILP_LIMIT_S = 5, (0.005, 0.0), 60.0
+REPEATS, GAPS, ILP_LIMIT_S = 5, (0.005, 0.0), 20.0
 CASES = [
     # layers, recompute, sub_batches, shard_optimizer
     (24, "full", (2,), ("off",)),
