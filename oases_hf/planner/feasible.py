@@ -32,14 +32,25 @@ def least_bytes(problem: Problem) -> float:
 def infeasible(problem: Problem) -> str:
     """By how much nothing fits, and what would."""
     short_gib = least_bytes(problem) / GIB - problem.memory_limit_gib
+    every = get_args(ShardOptimizer)
     wider = {
         "recompute='auto'": replace(problem, recompute="auto"),
-        "degrees up to " + str(problem.costs.degrees()[-1]): replace(problem, degrees=None),
-        f"shard_optimizer={get_args(ShardOptimizer)}": replace(problem, shard_optimizer=get_args(ShardOptimizer)),
+        f"degrees up to {problem.costs.degrees()[-1]}": replace(problem, degrees=None),
+        f"shard_optimizer={every}": replace(problem, shard_optimizer=every),
     }
-    helps = [name for name, other in wider.items() if least_bytes(other) <= problem.memory_limit_gib * GIB]
-    advice = f"allow {' or '.join(helps)}" if helps else "profile a smaller micro-batch or a larger tmp_size"
+    together = replace(problem, recompute="auto", degrees=None, shard_optimizer=every)
+    helps = [name for name, other in wider.items() if _fits(other)]
+    if helps:
+        advice = f"allow {' or '.join(helps)}"
+    elif _fits(together):
+        advice = f"allow {', '.join(wider)} together"
+    else:
+        advice = "profile a smaller micro-batch or a larger tmp_size"
     return (
         f"planner: the leanest of the allowed plans needs {short_gib:.2f} GiB more than memory_limit_gib="
         f"{problem.memory_limit_gib:g}; {advice}"
     )
+
+
+def _fits(problem: Problem) -> bool:
+    return least_bytes(problem) <= problem.memory_limit_gib * GIB

@@ -2,7 +2,7 @@
 
 One-hots per block, and a variable per pair of neighbours' choices whose row and column sums equal the one-hots: the
 maxima and the edge costs are coefficients of these, nothing is linearised. Pairs on no path faster than the incumbent,
-by the bound, are left out; the incumbent is the warm start.
+by the bound, are left out; the incumbent is CBC's warm start, and the answer where the solver finds nothing better.
 """
 
 from __future__ import annotations

@@ -40,7 +40,11 @@ def test_overlap_and_no_overlap_choose_differently() -> None:
     [
         ({"recompute": "none"}, r"allow recompute='auto'$"),
         ({"degrees": (1,)}, r"allow degrees up to 2$"),
-        ({"degrees": (1,), "recompute": "none"}, "profile a smaller micro-batch or a larger tmp_size"),
+        (
+            {"degrees": (1,), "recompute": "none"},
+            r"allow recompute='auto', degrees up to 2, shard_optimizer=.* together$",
+        ),
+        ({"memory_limit_gib": 1 / GIB}, "profile a smaller micro-batch or a larger tmp_size"),
     ],
 )
 def test_the_advice_where_nothing_fits(allowed: dict[str, object], advice: str) -> None:
