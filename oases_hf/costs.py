@@ -1,0 +1,251 @@
+"""What a model's blocks and its collectives cost on one cluster: frozen data, JSON on disk.
+
+The profiler measures a :class:`CostTable`; the planner and the simulator read it. Times are milliseconds,
+sizes bytes. ``T`` is the TMP size, a block of degree ``d`` has ``T / d`` replicas, a micro-batch of a TMP world
+(``rows`` sequences) is run in ``K`` sub-batches. Where ranks differ, figures are those of the most loaded one.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from .errors import ConfigError
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Time over message size: linear between the points that were measured.
+
+    Below the smallest point the time is that point's (latency), above the largest the last slope goes on; a single
+    point is latency below, and bandwidth above.
+
+    Attributes:
+        points: (bytes, ms), bytes growing; measured times may dip.
+    """
+
+    points: tuple[tuple[int, float], ...]
+
+    def __post_init__(self) -> None:
+        """Refuse what is no function of the size; raises ConfigError."""
+        sizes = [size for size, _ in self.points]
+        if not sizes or sizes != sorted(set(sizes)) or sizes[0] <= 0:
+            raise ConfigError(f"curve {self.points}: give at least one point, and sizes that grow from above 0")
+
+    def __call__(self, size_bytes: float) -> float:
+        """Milliseconds for a message of ``size_bytes``."""
+        sizes = [size for size, _ in self.points]
+        first_bytes, first_ms = self.points[0]
+        if size_bytes <= first_bytes:
+            return first_ms
+        if len(sizes) == 1:
+            return first_ms * size_bytes / first_bytes
+        after = min(bisect_right(sizes, size_bytes), len(sizes) - 1)
+        (low, low_ms), (high, high_ms) = self.points[after - 1 : after + 1]
+        slope = (high_ms - low_ms) / (high - low)
+        if size_bytes > high:  # a dip at the end is noise: longer messages do not take less time
+            return high_ms + max(slope, 0.0) * (size_bytes - high)
+        return low_ms + slope * (size_bytes - low)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One sub-batch of one block, on one rank, at one degree and number of sub-batches.
+
+    Attributes:
+        forward_ms: the forward without its all-reduce.
+        recompute_ms: the forward again in backward, without communication and without the last matmul.
+        backward_ms: the backward without its all-reduce, nor recompute.
+        weight_ms: of ``backward_ms``, the part that computes gradients of weights and can be deferred.
+        graph_bytes: what autograd keeps between forward and backward, the block's input included.
+        runtime_bytes: the peak of temporaries beside that, in forward or backward.
+        spread: relative spread of the measurements (interquartile range over median).
+    """
+
+    forward_ms: float
+    recompute_ms: float
+    backward_ms: float
+    weight_ms: float
+    graph_bytes: int
+    runtime_bytes: int
+    spread: float = 0.0
+
+
+@dataclass(frozen=True)
+class KindCosts:
+    """One kind of block, such as attention.
+
+    Attributes:
+        name: of the kind.
+        parameters: degree → elements that the most loaded rank holds.
+        timings: degree → number of sub-batches → :class:`Timing`.
+        saved_hiddens: hidden tensors saved per block for recompute (2 for a norm on the block's output, else 1).
+    """
+
+    name: str
+    parameters: Mapping[int, int]
+    timings: Mapping[int, Mapping[int, Timing]]
+    saved_hiddens: int = 1
+
+
+@dataclass(frozen=True)
+class ElementBytes:
+    """Bytes per element: of hidden tensors, their gradients, and per parameter."""
+
+    forward: int
+    gradient: int
+    parameter: int
+    parameter_gradient: int
+    optimizer_state: int
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """Factors (≥ 1) on times while the other lane is busy: compute beside a collective, and the reverse."""
+
+    compute: float = 1.0
+    collective: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse a speed-up; raises ConfigError."""
+        if min(self.compute, self.collective) < 1.0:
+            raise ConfigError(f"{self}: nothing runs faster beside something else; use 1.0 for no slow-down")
+
+
+@dataclass(frozen=True)
+class Outside:
+    """Embedding, head and loss, split over all ``T`` ranks.
+
+    Attributes:
+        ms: forward and backward of one micro-batch, collectives included.
+        parameters: elements that the most loaded rank holds.
+        bytes: the peak of their activations and temporaries; none is alive while a block runs backward.
+    """
+
+    ms: float
+    parameters: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """All that a step's time and memory are computed from.
+
+    Attributes:
+        fingerprint: what the figures hold for: model, device, dtype, versions, …
+        tmp_size: ``T``.
+        data_size: TMP worlds that run data parallel.
+        rows: sequences in the micro-batch of a TMP world.
+        sequence: tokens per sequence.
+        hidden: width of the hidden tensor.
+        element_bytes: the dtypes.
+        kinds: the blocks of one layer, in order; all layers are alike.
+        all_reduce: ranks in the group → time over the tensor's bytes.
+        all_gather: ranks in the group → time over the bytes of the *gathered* tensor.
+        slowdown: what overlap costs.
+        outside: embedding, head and loss.
+        optimizer_ms: per million elements that a rank updates.
+    """
+
+    fingerprint: Mapping[str, str]
+    tmp_size: int
+    data_size: int
+    rows: int
+    sequence: int
+    hidden: int
+    element_bytes: ElementBytes
+    kinds: tuple[KindCosts, ...]
+    all_reduce: Mapping[int, Curve]
+    all_gather: Mapping[int, Curve]
+    slowdown: Slowdown
+    outside: Outside
+    optimizer_ms: float
+
+    def degrees(self) -> tuple[int, ...]:
+        """The degrees that every kind was measured at, growing."""
+        return tuple(sorted(set.intersection(*(set(kind.timings) for kind in self.kinds))))
+
+    def timing(self, kind: KindCosts, degree: int, sub_batches: int) -> Timing:
+        """Of one kind at a degree and number of sub-batches; raises ConfigError if it was not measured."""
+        by_sub_batches = _measured(kind.timings, degree, f"{kind.name}: degree")
+        return _measured(by_sub_batches, sub_batches, f"{kind.name} at degree {degree}: sub_batches")
+
+    def parameters(self, kind: KindCosts, degree: int) -> int:
+        """Elements held by the most loaded rank; raises ConfigError if they were not counted."""
+        return _measured(kind.parameters, degree, f"parameters of {kind.name}: degree")
+
+    def all_reduce_ms(self, ranks: int, size_bytes: float) -> float:
+        """Time of an all-reduce, 0 for one rank; raises ConfigError if that group size was not measured."""
+        return 0.0 if ranks == 1 else _measured(self.all_reduce, ranks, "all_reduce: group of")(size_bytes)
+
+    def all_gather_ms(self, ranks: int, size_bytes: float) -> float:
+        """Time to gather ``size_bytes`` in all; raises ConfigError if that group size was not measured."""
+        return 0.0 if ranks == 1 else _measured(self.all_gather, ranks, "all_gather: group of")(size_bytes)
+
+    def hidden_elements(self, degree: int, sub_batches: int) -> int:
+        """Elements of one sub-batch's hidden tensor on a rank of a block of ``degree`` (uneven rows: the most)."""
+        sub_batch_rows = -(-self.rows // sub_batches)
+        return -(-sub_batch_rows // (self.tmp_size // degree)) * self.sequence * self.hidden
+
+    def to_json(self) -> str:
+        """The table as JSON text."""
+        return json.dumps(asdict(self), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> CostTable:
+        """The table that :meth:`to_json` wrote; raises ConfigError when it is not one."""
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            return cls(**{**fields, **{name: parse(fields[name]) for name, parse in _PARSE.items()}})
+        except (json.JSONDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"this is no cost table ({error!r}); write one with CostTable.to_json") from error
+
+    @classmethod
+    def load(cls, path: str | Path) -> CostTable:
+        """Read a table from a file; raises ConfigError, naming the file."""
+        try:
+            return cls.from_json(Path(path).read_text())
+        except (OSError, ConfigError) as error:
+            raise ConfigError(f"cost table {path}: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the table to a file."""
+        Path(path).write_text(self.to_json())
+
+
+def _measured(table: Mapping[int, Value], key: int, what: str) -> Value:
+    if key not in table:
+        raise ConfigError(f"{what} {key} was not measured, only {sorted(table)}; choose one of these, or profile it")
+    return table[key]
+
+
+def _curves(fields: dict[str, Any]) -> dict[int, Curve]:
+    return {int(ranks): Curve(tuple((size, ms) for size, ms in curve["points"])) for ranks, curve in fields.items()}
+
+
+def _kind(fields: dict[str, Any]) -> KindCosts:
+    return KindCosts(
+        name=fields["name"],
+        parameters={int(degree): count for degree, count in fields["parameters"].items()},
+        timings={
+            int(degree): {int(sub_batches): Timing(**timing) for sub_batches, timing in row.items()}
+            for degree, row in fields["timings"].items()
+        },
+        saved_hiddens=fields["saved_hiddens"],
+    )
+
+
+_PARSE: dict[str, Callable[[Any], Any]] = {
+    "element_bytes": lambda fields: ElementBytes(**fields),
+    "kinds": lambda fields: tuple(_kind(kind) for kind in fields),
+    "all_reduce": _curves,
+    "all_gather": _curves,
+    "slowdown": lambda fields: Slowdown(**fields),
+    "outside": lambda fields: Outside(**fields),
+}

@@ -1,0 +1,11 @@
+"""The planner: which degree, and whether to recompute, for every block (paper section IV).
+
+Read ``terms`` for the cost model, ``solver`` for how the best plan is found.
+"""
+
+from .explanation import explain
+from .prediction import BlockPrediction, Memory, Prediction, predict
+from .problem import Choice, Problem
+from .solver import Solution, solve
+
+__all__ = ["BlockPrediction", "Choice", "Memory", "Prediction", "Problem", "Solution", "explain", "predict", "solve"]

@@ -1,0 +1,143 @@
+"""Time and memory of any plan, made of the very terms that the planner's objective is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ..errors import ConfigError
+from .problem import Choice, Mode, Problem, Recompute, ShardOptimizer, is_chain
+from .terms import BlockTerms, Terms
+
+
+@dataclass(frozen=True)
+class BlockPrediction:
+    """One block in one optimizer step, in ms.
+
+    Attributes:
+        compute_ms: forward, recompute and backward of all sub-batches and micro-batches.
+        comm_ms: its all-reduces, hidden or not.
+        exposed_ms: what the compute lane waits for all-reduces, or loses to them, in this block.
+    """
+
+    compute_ms: float
+    comm_ms: float
+    exposed_ms: float
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the most loaded rank at its peak, by what they hold (equation 6)."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    saved: int
+    runtime: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.optimizer + self.saved + self.runtime
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One optimizer step, in ms, and a rank's memory.
+
+    Attributes:
+        step_ms: the sum of everything below, all micro-batches of the step.
+        blocks: in order.
+        tail_ms: the all-reduces behind the last block in forward, and behind the first in backward.
+        reshard_ms: gathers between blocks of different degree.
+        gradient_sync_ms: the part of gradient reductions that nothing hides.
+        update_ms: the optimizer, and the broadcast of what it updated.
+        outside_ms: embedding, head and loss.
+        memory: at the peak.
+    """
+
+    step_ms: float
+    blocks: tuple[BlockPrediction, ...]
+    tail_ms: float
+    reshard_ms: float
+    gradient_sync_ms: float
+    update_ms: float
+    outside_ms: float
+    memory: Memory
+
+
+def predict(
+    problem: Problem,
+    degrees: Sequence[int],
+    recompute: Sequence[Recompute],
+    sub_batches: int,
+    shard_optimizer: ShardOptimizer = "off",
+) -> Prediction:
+    """Predict any plan, also one that the problem does not allow, or that does not fit into its memory.
+
+    Args:
+        problem: supplies costs, layers, accumulation and objective.
+        degrees: of each block.
+        recompute: of each block.
+        sub_batches: that the batch is split into.
+        shard_optimizer: who keeps optimizer state.
+
+    Raises:
+        ConfigError: the number of blocks or the chain of degrees is wrong, or a cost was not measured.
+    """
+    if not len(degrees) == len(recompute) == len(problem.blocks):
+        raise ConfigError(
+            f"predict: {len(degrees)} degrees and {len(recompute)} recompute choices for {len(problem.blocks)} blocks; "
+            f"give one of each per block"
+        )
+    if not is_chain((*sorted(set(degrees)), problem.costs.tmp_size)):
+        raise ConfigError(
+            f"predict: degrees {sorted(set(degrees))} of tmp_size={problem.costs.tmp_size} are no chain; "
+            f"choose degrees of which each divides the next, and the last divides tmp_size"
+        )
+    terms = Terms(problem, Mode(sub_batches, shard_optimizer))
+    choices = map(Choice, degrees, recompute)
+    return _predicted(terms, [terms.block(kind, choice) for kind, choice in zip(problem.blocks, choices, strict=True)])
+
+
+def _predicted(terms: Terms, blocks: list[BlockTerms]) -> Prediction:
+    chain = [terms.ends, *blocks, terms.ends]
+    forward = [terms.forward_entry(before, block) for before, block in pairwise(chain)]
+    backward = [terms.backward_entry(behind, block) for block, behind in pairwise(chain)]
+    entries = forward + backward
+    times = tuple(
+        BlockPrediction(
+            compute_ms=terms.compute_ms(block),
+            comm_ms=terms.comm_ms(block),
+            exposed_ms=terms.inner(block).exposed_ms + into.exposed_ms + back.exposed_ms,
+        )
+        for block, into, back in zip(blocks, forward, backward[1:], strict=False)
+    )
+    tail_ms = forward[-1].exposed_ms + backward[0].exposed_ms
+    reshard_ms = sum(entry.reshard_ms for entry in entries)
+    sync_ms = sum(entry.sync_ms for entry in entries) + terms.outside_sync_ms()
+    update_ms = sum(block.update_ms for block in blocks) + terms.outside_update_ms()
+    outside_ms = terms.problem.accumulation * terms.costs.outside.ms
+    blocks_ms = sum(time.compute_ms + time.exposed_ms for time in times)
+    return Prediction(
+        step_ms=blocks_ms + tail_ms + reshard_ms + sync_ms + update_ms + outside_ms,
+        blocks=times,
+        tail_ms=tail_ms,
+        reshard_ms=reshard_ms,
+        gradient_sync_ms=sync_ms,
+        update_ms=update_ms,
+        outside_ms=outside_ms,
+        memory=_memory(terms, blocks),
+    )
+
+
+def _memory(terms: Terms, blocks: list[BlockTerms]) -> Memory:
+    outside, size = terms.costs.outside, terms.costs.element_bytes
+    return Memory(
+        parameters=outside.parameters * size.parameter + sum(block.parameter_bytes for block in blocks),
+        gradients=outside.parameters * size.parameter_gradient + sum(block.gradient_bytes for block in blocks),
+        optimizer=outside.parameters * size.optimizer_state + sum(block.optimizer_bytes for block in blocks),
+        saved=sum(block.saved_bytes for block in blocks),
+        runtime=max(outside.bytes, *(block.runtime_bytes for block in blocks)),
+    )

@@ -1,0 +1,196 @@
+"""The cost terms: what one block, and two neighbours, add to a step's time and to a rank's memory.
+
+The objective is a sum over blocks and over pairs of neighbours; the search and :func:`predict` read the same terms
+here. They are equations 3 and 4 of the paper, made exact where the runtime is known better:
+
+* ``K`` sub-batches: in each direction a block has one slot behind its neighbour (in the pair's term) and ``K - 1``
+  behind its own sub-batches. With ``K = 1`` nothing hides the all-reduce in forward.
+* The ``max`` of a slot takes the neighbour's own degree; equation 3 as published code has it assumes equal ones.
+* A gather happens once per sub-batch, and stops the overlap of the slot behind it. In backward recompute needs no
+  gradient and goes before the gather, so it still hides the neighbour's all-reduce: only backward itself waits.
+* The ends: embedding and head are a neighbour of degree ``T`` that neither computes nor communicates.
+* Gradients of a block with several holders are reduced while the next block runs backward: exposed is what does not
+  fit into the time its lane is idle. Left-overs are not carried on to further blocks, so this is an upper bound.
+* A reduce to, or broadcast from, one owner moves n / (2 (n - 1)) of an all-reduce's bytes over the busiest link
+  (ring algorithms, one parameter after the other).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..costs import KindCosts
+from .problem import Choice, Mode, Problem
+
+
+@dataclass(frozen=True)
+class BlockTerms:
+    """One block with one choice: ms of one sub-batch, or of one optimizer step where it says so; bytes of a rank."""
+
+    degree: int
+    forward_ms: float = 0.0
+    recompute_ms: float = 0.0
+    backward_ms: float = 0.0
+    forward_comm_ms: float = 0.0
+    backward_comm_ms: float = 0.0
+    reduce_ms: float = 0.0  # all sub-batches' gradients at once, over the block's holders
+    update_ms: float = 0.0  # per step: the optimizer, and the broadcast of what it updated
+    parameter_bytes: int = 0
+    gradient_bytes: int = 0
+    optimizer_bytes: int = 0
+    saved_bytes: int = 0
+    runtime_bytes: int = 0
+
+    @property
+    def kept_bytes(self) -> int:
+        """What adds up over the blocks (m_s and m_t of equation 6)."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.saved_bytes
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Milliseconds of one optimizer step, by what they are spent on."""
+
+    exposed_ms: float = 0.0
+    reshard_ms: float = 0.0
+    sync_ms: float = 0.0
+
+    @property
+    def total_ms(self) -> float:
+        """All of it."""
+        return self.exposed_ms + self.reshard_ms + self.sync_ms
+
+
+class Terms:
+    """The terms of one problem in one mode."""
+
+    def __init__(self, problem: Problem, mode: Mode) -> None:
+        self.problem = problem
+        self.mode = mode
+        self.costs = problem.costs
+        self.ends = BlockTerms(degree=self.costs.tmp_size)
+        self.reductions = problem.accumulation if mode.shard_optimizer == "reduce" else 1
+
+    def block(self, kind: KindCosts, choice: Choice) -> BlockTerms:
+        """Times and bytes of one block; raises ConfigError where the costs were not measured."""
+        costs, degree, sub_batches = self.costs, choice.degree, self.mode.sub_batches
+        size, timing = costs.element_bytes, costs.timing(kind, degree, sub_batches)
+        elements = costs.hidden_elements(degree, sub_batches)
+        holders = costs.tmp_size // degree * costs.data_size
+        held = costs.parameters(kind, degree)
+        owners = 1 if self.mode.shard_optimizer == "off" else holders
+        keepers = holders if self.mode.shard_optimizer == "reduce" else 1
+        rooted = holders / (2 * (holders - 1)) if owners > 1 else 1.0
+        synced_ms = rooted * costs.all_reduce_ms(holders, held * size.parameter_gradient)
+        broadcast_ms = rooted * costs.all_reduce_ms(holders, held * size.parameter) if owners > 1 else 0.0
+        gradient_bytes = held * size.parameter_gradient
+        full = choice.recompute == "full"
+        return BlockTerms(
+            degree=degree,
+            forward_ms=timing.forward_ms,
+            recompute_ms=timing.recompute_ms if full else 0.0,
+            backward_ms=timing.backward_ms,
+            forward_comm_ms=costs.all_reduce_ms(degree, elements * size.forward),
+            backward_comm_ms=costs.all_reduce_ms(degree, elements * size.gradient),
+            reduce_ms=synced_ms,
+            update_ms=held / owners * costs.optimizer_ms / 1e6 + broadcast_ms,
+            parameter_bytes=held * size.parameter,
+            gradient_bytes=-(-gradient_bytes // keepers),
+            optimizer_bytes=-(-held * size.optimizer_state // owners),
+            saved_bytes=sub_batches * (kind.saved_hiddens * elements * size.forward if full else timing.graph_bytes),
+            runtime_bytes=timing.runtime_bytes
+            + (timing.graph_bytes if full else 0)
+            + sub_batches * elements * size.gradient
+            + gradient_bytes * (keepers - 1) // keepers,  # a whole gradient until it is reduced to its owner
+        )
+
+    def slot(self, compute_ms: float, comm_ms: float) -> float:
+        """Time of a computation beside a collective: their maximum, and more where one slows the other down."""
+        if self.problem.objective == "no_overlap":
+            return compute_ms + comm_ms
+        slow = self.costs.slowdown
+        if compute_ms * slow.compute <= comm_ms * slow.collective:
+            return comm_ms + compute_ms * slow.compute * (1 - 1 / slow.collective)
+        return compute_ms + comm_ms * slow.collective * (1 - 1 / slow.compute)
+
+    def compute_ms(self, block: BlockTerms) -> float:
+        """What the block computes in a step when it waits for nothing."""
+        once = block.forward_ms + block.recompute_ms + block.backward_ms
+        return self.problem.accumulation * self.mode.sub_batches * once
+
+    def comm_ms(self, block: BlockTerms) -> float:
+        """How long the block's all-reduces take in a step, hidden or not."""
+        return self.problem.accumulation * self.mode.sub_batches * (block.forward_comm_ms + block.backward_comm_ms)
+
+    def inner(self, block: BlockTerms) -> Parts:
+        """Exposed among the block's own sub-batches: K - 1 slots in each direction (equation 3)."""
+        compute_ms = block.recompute_ms + block.backward_ms
+        waits = self.slot(block.forward_ms, block.forward_comm_ms) - block.forward_ms
+        waits += self.slot(compute_ms, block.backward_comm_ms) - compute_ms
+        return Parts(exposed_ms=self.problem.accumulation * (self.mode.sub_batches - 1) * waits)
+
+    def forward_entry(self, before: BlockTerms, block: BlockTerms) -> Parts:
+        """Exposed when forward goes on from ``before`` to ``block`` (equations 3 and 4)."""
+        gathered = before.degree < block.degree
+        if gathered or self.mode.sub_batches == 1:
+            exposed_ms = before.forward_comm_ms
+        else:
+            exposed_ms = self.slot(block.forward_ms, before.forward_comm_ms) - block.forward_ms
+        return Parts(
+            exposed_ms=self.problem.accumulation * exposed_ms,
+            reshard_ms=self._gather_ms(before, block, self.costs.element_bytes.forward) if gathered else 0.0,
+        )
+
+    def backward_entry(self, behind: BlockTerms, block: BlockTerms) -> Parts:
+        """Exposed when backward goes on from ``behind`` to ``block``, the gradient reduction of ``behind`` included."""
+        gathered = behind.degree < block.degree
+        hiding_ms = block.recompute_ms
+        if not gathered and self.mode.sub_batches > 1:
+            hiding_ms += block.backward_ms
+        exposed_ms = self.slot(hiding_ms, behind.backward_comm_ms) - hiding_ms
+        idle_ms = self._idle_ms(behind, block, exposed_ms)
+        return Parts(
+            exposed_ms=self.problem.accumulation * exposed_ms,
+            reshard_ms=self._gather_ms(behind, block, self.costs.element_bytes.gradient) if gathered else 0.0,
+            sync_ms=self.reductions * max(0.0, behind.reduce_ms - idle_ms),
+        )
+
+    def pair_ms(self, before: BlockTerms, block: BlockTerms) -> float:
+        """What two neighbours, in the order of forward, add to a step beside their inner terms."""
+        return self.forward_entry(before, block).total_ms + self.backward_entry(block, before).total_ms
+
+    def node_ms(self, block: BlockTerms) -> float:
+        """What a block adds to a step whatever its neighbours are."""
+        return self.compute_ms(block) + self.inner(block).total_ms + block.update_ms
+
+    def outside_sync_ms(self) -> float:
+        """Per step: the reduction of embedding's and head's gradients over the data parallel worlds."""
+        outside = self.costs.outside.parameters * self.costs.element_bytes.parameter_gradient
+        return self.costs.all_reduce_ms(self.costs.data_size, outside)
+
+    def outside_update_ms(self) -> float:
+        """Per step: the optimizer of embedding and head."""
+        return self.costs.outside.parameters * self.costs.optimizer_ms / 1e6
+
+    def constant_ms(self) -> float:
+        """Per step: what no choice for a block changes."""
+        return self.problem.accumulation * self.costs.outside.ms + self.outside_sync_ms() + self.outside_update_ms()
+
+    def constant_bytes(self) -> int:
+        """Parameters, gradients and optimizer state of embedding and head; they are not sharded over their holders."""
+        size = self.costs.element_bytes
+        return self.costs.outside.parameters * (size.parameter + size.parameter_gradient + size.optimizer_state)
+
+    def _gather_ms(self, low: BlockTerms, high: BlockTerms, element_bytes: int) -> float:
+        gathered_bytes = self.costs.hidden_elements(high.degree, self.mode.sub_batches) * element_bytes
+        gather_ms = self.costs.all_gather_ms(high.degree // low.degree, gathered_bytes)
+        return self.problem.accumulation * self.mode.sub_batches * gather_ms
+
+    def _idle_ms(self, behind: BlockTerms, block: BlockTerms, exposed_ms: float) -> float:
+        """For how long of one backward of ``block`` no collective of a block runs."""
+        if self.problem.objective == "no_overlap":
+            return 0.0
+        others = self.mode.sub_batches - 1
+        compute_ms = block.recompute_ms + block.backward_ms
+        lasts_ms = compute_ms + exposed_ms + others * self.slot(compute_ms, block.backward_comm_ms)
+        return max(0.0, lasts_ms - behind.backward_comm_ms - others * block.backward_comm_ms)
