@@ -96,9 +96,19 @@ class KindCosts:
 
 @dataclass(frozen=True)
 class ElementBytes:
-    """Bytes per element: of hidden tensors, their gradients, and per parameter."""
+    """Bytes per element.
+
+    Attributes:
+        forward: of hidden tensors.
+        partial: of a block's output on its way through the all-reduce; less than ``forward`` under autocast.
+        gradient: of gradients of hidden tensors.
+        parameter: of parameters.
+        parameter_gradient: of their gradients.
+        optimizer_state: of what the optimizer keeps, per parameter.
+    """
 
     forward: int
+    partial: int
     gradient: int
     parameter: int
     parameter_gradient: int

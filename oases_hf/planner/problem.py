@@ -9,8 +9,8 @@ from typing import Literal, get_args
 
 from ..costs import CostTable, KindCosts
 from ..errors import ConfigError
+from ..plan import Recompute
 
-Recompute = Literal["full", "none"]
 ShardOptimizer = Literal["off", "keep", "reduce"]
 Objective = Literal["overlap", "no_overlap"]
 GIB = 2**30

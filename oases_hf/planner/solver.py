@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import ConfigError
+from ..plan import Recompute
 from .dual import Dual, bound
 from .feasible import graphs, infeasible
 from .graph import Graph, Path
 from .ilp import solve_ilp
 from .prediction import Prediction, predict
-from .problem import GIB, Mode, Problem, Recompute, ShardOptimizer
+from .problem import GIB, Mode, Problem, ShardOptimizer
 from .search import MAX_LABELS, search
 
 Status = Literal["optimal", "within_gap", "time_limit"]

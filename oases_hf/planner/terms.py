@@ -90,7 +90,7 @@ class Terms:
             forward_ms=timing.forward_ms,
             recompute_ms=timing.recompute_ms if full else 0.0,
             backward_ms=timing.backward_ms,
-            forward_comm_ms=costs.all_reduce_ms(degree, elements * size.forward),
+            forward_comm_ms=costs.all_reduce_ms(degree, elements * size.partial),
             backward_comm_ms=costs.all_reduce_ms(degree, elements * size.gradient),
             reduce_ms=synced_ms,
             update_ms=held / owners * costs.optimizer_ms / 1e6 + broadcast_ms,

@@ -27,8 +27,9 @@ from math import ceil
 from pathlib import Path
 
 from oases_hf.costs import CostTable, Curve, ElementBytes, KindCosts, Outside, Slowdown, Timing
+from oases_hf.plan import Recompute
 from oases_hf.planner import Problem, predict, solve
-from oases_hf.planner.problem import GIB, Recompute
+from oases_hf.planner.problem import GIB
 
 DATA = Path(__file__).parent / "data"
 GPUS, SEQUENCE, MIB = 32, 1024, 2**20
@@ -58,7 +59,7 @@ def cost_table(hidden: int, rows: int, sub_batches: tuple[int, ...] = (2,)) -> C
         rows=rows,
         sequence=SEQUENCE,
         hidden=hidden,
-        element_bytes=ElementBytes(4, 4, 4, 4, 8),
+        element_bytes=ElementBytes(4, 4, 4, 4, 4, 8),
         kinds=tuple(_kind(name, hidden, rows, sub_batches, by_degree) for name in MATRICES),
         all_reduce=all_reduce,
         all_gather={

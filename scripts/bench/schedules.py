@@ -30,9 +30,10 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig
 
+from oases_hf.profiler.stopwatch import peak_bytes
 from oases_hf.schedule import kind
 from scripts.bench.contenders import PEERS, VOCAB, Training, Work, scheduled
-from scripts.bench.timing import Row, World, paired, peak_bytes, print_table, ratio, write_json
+from scripts.bench.timing import Row, World, paired, print_table, ratio, write_json
 
 SCHEDULES = ("megatron", "megatron_5", "wang", "merak", "cross_pass", "oases")
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -131,7 +132,9 @@ def measure(contenders: Sequence[Training], rounds: int, world: World) -> list[R
     sent, peaks = [contender.sent() for contender in contenders], []
     for contender in contenders:
         contender.prepare()
-        peaks.append(contender.parameter_bytes() + peak_bytes(contender.step, world.device))
+        with peak_bytes(world.device) as peak:
+            contender.step()
+        peaks.append(contender.parameter_bytes() + peak())
         contender.prepare()
     peaks = [max(ranks) for ranks in zip(*world.gather(peaks), strict=True)]
     times = paired(contenders, rounds, world)

@@ -11,14 +11,13 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -106,29 +105,6 @@ def paired(contenders: Sequence[Contender], rounds: int, world: World) -> list[l
 def ratio(of: Sequence[float], to: Sequence[float]) -> float:
     """How many times as fast ``of`` is as ``to``, given the times of both in the same rounds."""
     return statistics.median(b / a for a, b in zip(of, to, strict=True))
-
-
-def peak_bytes(step: Callable[[], object], device: torch.device) -> int:
-    """The most bytes of tensors that ``step`` holds at once beyond what was there before, on this rank.
-
-    On GPUs torch's allocator counts, on CPUs the allocations that the profiler records.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        step()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    results = getattr(profiler.profiler, "kineto_results")  # noqa: B009 - mypy knows no such attribute
-    events = sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: int(e.start_ns()))
-    held = peak = 0
-    for event in events:
-        held += event.nbytes()
-        peak = max(peak, held)
-    return peak
 
 
 class Wire(TorchDispatchMode):

@@ -10,9 +10,10 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from oases_hf.profiler.stopwatch import peak_bytes
 from scripts.bench.contenders import Work, hugging_face, scheduled
 from scripts.bench.schedules import check_alike, compared
-from scripts.bench.timing import World, peak_bytes
+from scripts.bench.timing import World
 
 from ..launch import launch
 
@@ -65,7 +66,9 @@ def test_peak_is_of_what_is_held_at_once() -> None:
         torch.empty(1 << 9)
         del second
 
-    assert peak_bytes(step, torch.device("cpu")) == 4 * (1 << 11)
+    with peak_bytes(torch.device("cpu")) as peak:
+        step()
+    assert peak() == 4 * (1 << 11)
 
 
 def test_wrong_contender_is_an_error() -> None:

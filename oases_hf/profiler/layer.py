@@ -1,0 +1,178 @@
+"""How long the blocks of one real layer take, and what they keep, at one degree."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..convert import block_count, convert, describe
+from ..costs import Slowdown, Timing
+from ..models.converted import Converted
+from ..parallel.mesh import Mesh
+from ..plan import Plan
+from ..runtime.step import Watch, unwatched
+from ..schedule import Backward, BackwardWeight, Forward, Recompute
+from .link import LinkProfile
+from .stopwatch import Clock, KeptBytes, PeakBytes, Stopwatch
+
+BUDGET_S = 3.0
+"""Steps of one number of sub-batches are timed until this is spent, at least three and at most ten."""
+
+Autocast = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass
+class DegreeProfile:
+    """What was measured at one degree.
+
+    Attributes:
+        parameters: elements that the fullest rank holds, by block of a layer.
+        timings: by block of a layer, then by number of sub-batches.
+        outside_ms: forward and backward of a micro-batch without its blocks.
+        optimizer_ms: of AdamW, per million elements.
+    """
+
+    parameters: list[int] = field(default_factory=list)
+    timings: list[dict[int, Timing]] = field(default_factory=list)
+    outside_ms: float = 0.0
+    optimizer_ms: float = 0.0
+
+
+class LayerProfile:
+    """A model of one layer, converted at one degree, on its batch.
+
+    Args:
+        model: of one layer, whole.
+        mesh: the ranks.
+        degree: of all its blocks.
+        shape: rows of a micro-batch, and tokens of a row.
+        device: of this rank.
+        autocast: the context that training computes in.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        mesh: Mesh,
+        degree: int,
+        shape: tuple[int, int],
+        device: torch.device,
+        autocast: Autocast,
+    ) -> None:
+        plan = Plan(describe(model), mesh.tmp.size, (degree,) * block_count(model), "oases", 1)
+        self.state: Converted = convert(model, mesh, plan)
+        self.state.stack.schedule = "oases_blocking"
+        self.model = cast(Any, model).to(device).train()
+        self.link = LinkProfile(mesh, device)
+        self._device, self._clock, self._autocast = device, Clock(device), autocast
+        self._batch = _batch(model, shape, device, self.state.vocabulary.loss is not None)
+
+    def measure(self, sub_batches: Sequence[int]) -> DegreeProfile:
+        """Measure everything; every rank must call it."""
+        found, stack = DegreeProfile(), self.state.stack
+        blocks = range(len(stack.blocks))
+        counts = self.link.slowest([sum(p.numel() for p in stack.block_parameters[block]) for block in blocks])
+        found.parameters = [int(count) for count in counts]
+        found.timings = [{} for _ in blocks]
+        outside: list[float] = []
+        for number in sub_batches:
+            stack.sub_batches = number
+            for block, timing in enumerate(self._timings(blocks, outside)):
+                found.timings[block][number] = timing
+        found.outside_ms = self.link.slowest([statistics.median(outside)])[0]
+        found.optimizer_ms = self._optimizer_ms()
+        return found
+
+    def slowdown(self) -> Slowdown:
+        """What this layer's matmuls and an all-reduce of a sub-batch of its hidden tensor cost each other."""
+        hidden = int(self.model.config.hidden_size)
+        rows, sequence = self._batch["input_ids"].shape
+        x = torch.ones(max(1, rows // 2) * sequence, hidden, device=self._device, dtype=self.model.dtype)
+        weight = torch.ones(hidden, hidden, device=self._device, dtype=self.model.dtype)
+        size = x.numel() * x.element_size()
+        return self.link.slowdown(lambda: x @ weight, self.state.mesh.tmp, size)
+
+    def _timings(self, blocks: range, outside: list[float]) -> list[Timing]:
+        watch = Stopwatch(self._device)
+        self._steps(watch, outside)
+        deferred = Stopwatch(self._device)
+        self.state.stack.defer = True
+        self._steps(deferred, [])
+        self.state.stack.defer = False
+        kept, peak = KeptBytes(self.model.parameters()), PeakBytes(self._device)
+        for each in cast(list[Watch], [kept, peak]):
+            self._step(each)
+        values: list[float] = []
+        for block in blocks:
+            times = [watch.times[op, block] for op in (Forward, Recompute, Backward)]
+            times.append(deferred.times[BackwardWeight, block] or [0.0])
+            graph = kept.bytes[block]
+            temporary = max(peak.bytes[Backward, block], peak.bytes[Recompute, block] - graph)
+            values += [*map(statistics.median, times), graph, max(0, temporary), _spread(times[0])]
+        values = self.link.slowest(values)
+        rows = [values[i : i + 7] for i in range(0, len(values), 7)]
+        return [Timing(f, r, b, w, int(graph), int(runtime), spread) for f, r, b, w, graph, runtime, spread in rows]
+
+    def _steps(self, watch: Stopwatch, outside: list[float]) -> None:
+        """Time a few steps, after one that is not; what is not the blocks' goes to ``outside``."""
+        self._step(watch)
+        watch.read()
+        watch.times.clear()
+        deadline = time.monotonic() + BUDGET_S
+        for done in range(10):
+            (late,) = self.link.slowest([float(time.monotonic() > deadline)])
+            if late and done >= 3:
+                break
+            self.link.together()
+            start = self._clock.now()
+            self._step(watch)
+            whole = self._clock.ms(start, self._clock.now())
+            outside.append(whole - watch.read())
+
+    def _step(self, watch: Watch = unwatched) -> None:
+        self.state.stack.watch = watch
+        self.state.gradients.reopen()
+        with self._autocast():
+            output = self.model(**self._batch)
+        loss = output.get("loss")
+        if loss is None:
+            loss = sum(value.float().sum() for value in output.to_tuple() if torch.is_tensor(value))
+        loss.backward()
+        self.state.stack.watch = unwatched
+
+    def _optimizer_ms(self) -> float:
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        optimizer = torch.optim.AdamW(parameters)
+        optimizer.step()
+        times = []
+        for _ in range(3):
+            self.link.together()
+            start = self._clock.now()
+            optimizer.step()
+            times.append(self._clock.ms(start, self._clock.now()))
+        elements = sum(p.numel() for p in parameters)
+        return self.link.slowest([statistics.median(times) / elements * 1e6])[0]
+
+
+def _spread(times: Sequence[float]) -> float:
+    """Interquartile range over median."""
+    low, middle, high = statistics.quantiles(times, n=4)
+    return (high - low) / middle if middle else 0.0
+
+
+def _batch(model: PreTrainedModel, shape: tuple[int, int], device: torch.device, words: bool) -> dict[str, Tensor]:
+    """Random tokens, and as labels the same where the loss is that of words."""
+    generator = torch.Generator().manual_seed(0)
+    embedding = cast(nn.Embedding, model.get_input_embeddings())
+    vocabulary = int(getattr(model.config, "vocab_size", embedding.num_embeddings))
+    tokens = torch.randint(vocabulary, shape, generator=generator).to(device)
+    batch = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    return {**batch, "labels": tokens} if words else batch

@@ -1,0 +1,241 @@
+"""A cost table from measurements on the real ranks, or from the cache of what was measured before."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ..costs import CostTable, Curve, ElementBytes, KindCosts, Outside, Slowdown
+from ..errors import ConfigError
+from ..models import Family, family_of
+from ..parallel.mesh import Mesh
+from .layer import Autocast, DegreeProfile, LayerProfile
+from .link import LinkProfile
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is trained, as far as its costs depend on it.
+
+    Attributes:
+        rows: sequences in the micro-batch of a TMP world.
+        sequence: tokens per sequence.
+        sub_batches: numbers of sub-batches to measure; those above ``rows`` are left out.
+        optimizer_state: bytes per parameter; AdamW keeps two floats.
+    """
+
+    rows: int
+    sequence: int
+    sub_batches: tuple[int, ...] = (1, 2, 4)
+    optimizer_state: int = 8
+
+
+def profile(
+    model: PreTrainedModel,
+    mesh: Mesh,
+    workload: Workload,
+    device: torch.device,
+    autocast: Autocast = nullcontext,
+    cache: Path | None = None,
+    say: Say = lambda line: None,
+) -> CostTable:
+    """Measure one layer of ``model`` at every degree, and the links; every rank must call it.
+
+    Args:
+        model: of a served family, not converted; only its config and dtype are looked at.
+        mesh: the ranks.
+        workload: what is trained.
+        device: of this rank.
+        autocast: makes the context that training computes in.
+        cache: folder of tables measured before; by default in the user's cache folder.
+        say: is told of progress, on the first rank.
+
+    Raises:
+        UnsupportedModelError: no family serves the model.
+        ConfigError: a cached table cannot be read.
+    """
+    marks = fingerprint(model, mesh, workload, device, autocast)
+    path = (cache or cache_folder()) / f"{_digest(marks)}.json"
+    known = _told_by_first(mesh, lambda: path.read_text() if path.exists() else None)
+    if known is not None:
+        say(f"costs: as measured before, {path}")
+        return CostTable.from_json(known)
+    table = _measure(model, mesh, workload, device, autocast, marks, say if mesh.world.rank == 0 else lambda line: None)
+    if mesh.world.rank == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        table.save(path)
+        say(f"costs: written to {path}")
+    return table
+
+
+def cache_folder() -> Path:
+    """Where tables are kept: ``oases_hf/costs`` in ``XDG_CACHE_HOME``, or in ``~/.cache``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oases_hf" / "costs"
+
+
+def fingerprint(
+    model: PreTrainedModel, mesh: Mesh, workload: Workload, device: torch.device, autocast: Autocast
+) -> dict[str, str]:
+    """What the figures hold for."""
+    config, dtype = model.config, model.dtype
+    shape = {k: v for k, v in sorted(config.to_dict().items()) if isinstance(v, int | float | str | bool)}
+    gpu = device.type == "cuda"
+    with autocast():
+        computed = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+    return {
+        "model": f"{config.model_type}, hidden {config.hidden_size}, {config.num_hidden_layers} layers",
+        "config": hashlib.sha256(repr(shape).encode()).hexdigest()[:16],
+        "attention": str(config._attn_implementation),
+        "dtype": f"{dtype} computed in {computed}",
+        "device": torch.cuda.get_device_name(device) if gpu else f"cpu, {torch.get_num_threads()} threads",
+        "ranks": f"{mesh.data.size} x {mesh.tmp.size}",
+        "link": f"{dist.get_backend() if dist.is_initialized() else 'none'}, "
+        + ", ".join(f"{name}={os.environ.get(name, '')}" for name in ("NCCL_P2P_DISABLE", "GLOO_SOCKET_IFNAME")),
+        "workload": repr(workload),
+        "versions": ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "oases-hf")),
+    }
+
+
+def feasible_degrees(config: PretrainedConfig, family: Family, tmp_size: int) -> tuple[int, ...]:
+    """The divisors of ``tmp_size`` over which a layer can be split."""
+    found = []
+    for degree in (d for d in range(1, tmp_size + 1) if tmp_size % d == 0):
+        try:
+            family.units(config, degree, 0)
+        except ConfigError:
+            continue
+        found.append(degree)
+    return tuple(found)
+
+
+def _measure(
+    model: PreTrainedModel,
+    mesh: Mesh,
+    workload: Workload,
+    device: torch.device,
+    autocast: Autocast,
+    marks: dict[str, str],
+    say: Say,
+) -> CostTable:
+    family = family_of(model.config)
+    degrees = feasible_degrees(model.config, family, mesh.tmp.size)
+    numbers = tuple(n for n in workload.sub_batches if n <= workload.rows)
+    one = _of_one_layer(model)
+    found: dict[int, DegreeProfile] = {}
+    slowdown = Slowdown()
+    for i, degree in enumerate(degrees):
+        say(f"costs: degree {degree} ({i + 1} of {len(degrees)})")
+        layer = LayerProfile(copy.deepcopy(one), mesh, degree, (workload.rows, workload.sequence), device, autocast)
+        found[degree] = layer.measure(numbers)
+        if degree == mesh.tmp.size:
+            slowdown = layer.slowdown()
+        del layer
+    say("costs: links")
+    all_reduce, all_gather = _links(mesh, degrees, device)
+    with autocast():
+        mixed = torch.is_autocast_enabled(device.type)
+        partial = torch.get_autocast_dtype(device.type).itemsize if mixed else model.dtype.itemsize
+    stream = model.dtype.itemsize
+    top = max(degrees)
+    return CostTable(
+        fingerprint=marks,
+        tmp_size=mesh.tmp.size,
+        data_size=mesh.data.size,
+        rows=workload.rows,
+        sequence=workload.sequence,
+        hidden=model.config.hidden_size,
+        element_bytes=ElementBytes(stream, partial, stream, stream, stream, workload.optimizer_state),
+        kinds=tuple(
+            KindCosts(
+                block.name,
+                {degree: found[degree].parameters[i] for degree in degrees},
+                {degree: found[degree].timings[i] for degree in degrees},
+                saved_hiddens=2 if block.join and block.join.of == "output" else 1,
+            )
+            for i, block in enumerate(family.blocks)
+        ),
+        all_reduce=all_reduce,
+        all_gather=all_gather,
+        slowdown=slowdown,
+        outside=_outside(one, mesh, workload, found[top]),
+        optimizer_ms=max(each.optimizer_ms for each in found.values()),
+    )
+
+
+def _links(mesh: Mesh, degrees: tuple[int, ...], device: torch.device) -> tuple[dict[int, Curve], dict[int, Curve]]:
+    """The curves of all groups that a plan may use."""
+    link, world, tmp = LinkProfile(mesh, device), mesh.world.size, mesh.tmp.size
+    reducing = [*map(mesh.axis, degrees), *(mesh.axis(world, degree) for degree in degrees), mesh.data]
+    ends = sorted({*degrees, tmp})
+    gathering = [mesh.axis(high, low) for low in ends for high in ends if low < high and high % low == 0]
+    all_reduce: dict[int, Curve] = {}
+    all_gather: dict[int, Curve] = {}
+    for axis in (axis for axis in reducing if axis.size > 1):
+        if axis.size not in all_reduce:
+            all_reduce[axis.size] = link.all_reduce(axis)
+    for axis in gathering:
+        if axis.size not in all_gather:
+            all_gather[axis.size] = link.all_gather(axis)
+    return all_reduce, all_gather
+
+
+def _outside(one: PreTrainedModel, mesh: Mesh, workload: Workload, profile: DegreeProfile) -> Outside:
+    """Embedding, head and loss: logits are there three times at once, in float32, as cross entropy makes them."""
+    layers = one.base_model.get_submodule(family_of(one.config).stack)
+    embedding, head = cast(nn.Embedding, one.get_input_embeddings()), one.get_output_embeddings()
+    split = {module.weight for module in (embedding, head) if isinstance(module, nn.Embedding | nn.Linear)}
+    whole = set(one.parameters()) - split - set(layers.parameters())
+    held = sum(p.numel() for p in whole) + sum(-(-p.numel() // mesh.tmp.size) for p in split)
+    words = embedding.num_embeddings if head is not None else 0
+    logits = workload.rows * workload.sequence * -(-words // mesh.tmp.size) * 4
+    return Outside(profile.outside_ms, held, 3 * logits)
+
+
+def _of_one_layer(model: PreTrainedModel) -> PreTrainedModel:
+    """A random model like ``model``, of one layer; alike on all ranks, and no generator draws."""
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
+    if config.pad_token_id is None:
+        config.pad_token_id = 0  # else classifiers refuse batches of more than one row
+    with torch.random.fork_rng([]), _default_dtype(model.dtype):
+        torch.manual_seed(0)
+        one: PreTrainedModel = type(model)(config)
+    return one
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _digest(marks: dict[str, str]) -> str:
+    return hashlib.sha256(repr(sorted(marks.items())).encode()).hexdigest()[:24]
+
+
+def _told_by_first(mesh: Mesh, find: Callable[[], Any]) -> Any:
+    """What the first rank finds, on every rank."""
+    told = [find() if mesh.world.rank == 0 else None]
+    if mesh.control.group is not None:
+        dist.broadcast_object_list(told, src=0, group=mesh.control.group)
+    return told[0]
