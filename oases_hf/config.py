@@ -17,12 +17,19 @@ def _flag(text: str) -> bool:
     return words[text.lower()]
 
 
+def _degree(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
 _READ: dict[str, Callable[[str], Any]] = {
     "tmp_size": int,
-    "degree": int,
+    "degree": _degree,
     "schedule": str,
     "sub_batches": int,
     "recompute": str,
+    "memory_gib": float,
+    "batch_size": int,
+    "sequence_length": int,
     "defer_weight_grads": _flag,
     "gather_logits": _flag,
     "plan": str,
@@ -37,28 +44,35 @@ class OasesConfig:
         tmp_size: ranks that share one batch; they form a TMP world, and the TMP worlds run data
             parallel. Default: ``degree``, or else all ranks.
         degree: ranks that split a block's weights. Default: ``tmp_size``. Where it is less, the TMP world holds
-            several replicas of every block, each of which works on its share of the batch.
+            several replicas of every block, each of which works on its share of the batch. ``auto``: measure, and plan
+            a degree for each block.
         schedule: ``oases`` (default), or a baseline: ``megatron``, ``wang``, ``merak``, ``cross_pass``.
         sub_batches: parts of a batch that are interleaved. Default: what the schedule is made for.
         recompute: ``full`` (default): keep a block's input and compute the rest again in backward; ``none``: keep all
-            that backward needs.
+            that backward needs; ``auto`` (default with ``degree="auto"``): as planned, for each block.
         defer_weight_grads: compute weight gradients while the all-reduce of the input's gradient runs.
         gather_logits: return whole logits when training with labels (default: ``logits`` is None).
         plan: a Plan, or the path of its JSON file, instead of ``degree``, ``schedule``, ``sub_batches`` and
             ``recompute``.
+        memory_gib: with ``degree="auto"``, what a rank may use, in GiB. Default: nearly all of its device.
+        batch_size: with ``degree="auto"``, rows of a micro-batch; OasesCallback knows it.
+        sequence_length: with ``degree="auto"``, tokens of a row; OasesCallback looks at the first sample.
 
     Raises:
         ConfigError: a setting cannot be read, or settings contradict each other.
     """
 
     tmp_size: int | None = None
-    degree: int | None = None
+    degree: int | str | None = None
     schedule: str | None = None
     sub_batches: int | None = None
     recompute: str | None = None
     defer_weight_grads: bool | None = None
     gather_logits: bool | None = None
     plan: Plan | str | Path | None = None
+    memory_gib: float | None = None
+    batch_size: int | None = None
+    sequence_length: int | None = None
 
     def __post_init__(self) -> None:
         """Fill in from the environment, and check what can be checked without ranks and a model."""
@@ -67,17 +81,29 @@ class OasesConfig:
                 setattr(self, setting.name, _from_environment(setting.name))
         if self.plan is not None:
             self._check_alone_with_plan()
-        for name in ("tmp_size", "degree", "sub_batches"):
+        if isinstance(self.degree, str) and self.degree != "auto":
+            raise ConfigError(f"degree={self.degree!r}; choose a number of ranks, or 'auto'")
+        for name in ("tmp_size", "degree", "sub_batches", "batch_size", "sequence_length"):
             value = getattr(self, name)
-            if value is not None and value < 1:
+            if isinstance(value, int) and value < 1:
                 raise ConfigError(f"{name}={value}; choose 1 or more")
         check_schedule_name(self.schedule or "oases")
-        if self.tmp_size and self.degree and self.tmp_size % self.degree:
+        self._check_planned()
+        if self.tmp_size and isinstance(self.degree, int) and self.tmp_size % self.degree:
             raise ConfigError(
                 f"degree={self.degree} does not divide tmp_size={self.tmp_size}; choose a divisor of {self.tmp_size}"
             )
-        if self.recompute not in (None, *get_args(Recompute)):
-            raise ConfigError(f"recompute={self.recompute!r}; choose full or none")
+
+    def _check_planned(self) -> None:
+        """What goes with ``degree="auto"`` only, and what does not."""
+        auto = self.degree == "auto"
+        if auto and self.schedule not in (None, "oases"):
+            raise ConfigError(f"degree='auto' plans for the schedule oases, not {self.schedule}; leave schedule out")
+        choices = (*get_args(Recompute), *(["auto"] if auto else []))
+        if self.recompute not in (None, *choices):
+            raise ConfigError(f"recompute={self.recompute!r}; choose {' or '.join(choices)}")
+        if self.memory_gib is not None and self.memory_gib <= 0:
+            raise ConfigError(f"memory_gib={self.memory_gib:g}; give what a rank may use, in GiB")
 
     def _check_alone_with_plan(self) -> None:
         clashing = [

@@ -20,6 +20,7 @@ from ..models.converted import Converted, converted
 from ..parallel.mesh import Axis
 from ..parallel.sharding import Layout
 
+PLAN_NAME = "oases_plan.json"
 INDEX_NAME = "model.safetensors.index.json"
 MAX_SHARD_SIZE = "5GB"
 
@@ -28,7 +29,8 @@ def save_pretrained(model: PreTrainedModel, folder: str | Path, max_shard_size: 
     """Write ``model`` as a folder that ``from_pretrained`` reads; every rank must call it.
 
     Files are dealt out to the ranks of the first TMP world, each of which gathers one tensor at a
-    time. Tensors have HF names, full shapes and the dtype trained in.
+    time. Tensors have HF names, full shapes and the dtype trained in. The plan that was trained by
+    is written beside them, as ``oases_plan.json``.
 
     Args:
         model: a converted model.
@@ -72,6 +74,7 @@ def _write(
     if axis.rank == 0:
         with _noting(failures):
             _write_rest(model, folder, split)
+            (folder / PLAN_NAME).write_text(state.plan.to_json() + "\n")
 
 
 @contextmanager

@@ -19,17 +19,16 @@ from transformers import PreTrainedModel
 from ..checkpoint import full_state_dict, save_pretrained
 from ..checkpoint.export import MAX_SHARD_SIZE
 from ..config import OasesConfig
-from ..convert import block_count, check_plain, convert, describe
+from ..convert import check_plain, convert
 from ..errors import CheckpointError, ConfigError, UnsupportedModelError
 from ..models import family_of
 from ..models.converted import Converted
 from ..parallel.mesh import Mesh
-from ..plan import Plan, Recompute, check_schedule_name
-from ..schedule import kind
 from .evaluation import gathering
 from .leaving import end_quietly
 from .optimizers import check_steps, common_scaler, scheduling
 from .overrides import override
+from .planning import plan_for
 
 RESUME_IS_MISSING = (
     "resumable training state is not supported yet: optimizer state of a sharded model would be saved and loaded "
@@ -61,9 +60,10 @@ class OasesPlugin(OasesConfig):
         check_plain(model)
         _check_accelerator(accelerator)
         family_of(model.config)
-        plan = self.load_plan()
-        mesh = Mesh.build(self.tmp_size or self.degree or (plan.tmp_size if plan else None))
-        plan = plan or self._uniform_plan(model, mesh)
+        given = self.load_plan()
+        degree = self.degree if isinstance(self.degree, int) else None
+        mesh = Mesh.build(self.tmp_size or degree or (given.tmp_size if given else None))
+        plan = plan_for(model, accelerator, mesh, self)
         state = convert(
             model,
             mesh,
@@ -85,14 +85,6 @@ class OasesPlugin(OasesConfig):
         if mesh.world.rank == 0:
             print(banner(model, state), flush=True)
         return model
-
-    def _uniform_plan(self, model: PreTrainedModel, mesh: Mesh) -> Plan:
-        schedule = check_schedule_name(self.schedule or "oases")
-        sub_batches = self.sub_batches or kind(schedule).sub_batches
-        degree = self.degree or mesh.tmp.size
-        blocks = block_count(model)
-        recompute: Recompute = "none" if self.recompute == "none" else "full"
-        return Plan(describe(model), mesh.tmp.size, (degree,) * blocks, schedule, sub_batches, (recompute,) * blocks)
 
 
 def banner(model: nn.Module, state: Converted) -> str:

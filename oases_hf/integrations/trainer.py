@@ -72,9 +72,25 @@ class OasesCallback(TrainerCallback):
                 f"the Trainer's model is a {type(model).__name__}, not a transformers PreTrainedModel"
             )
         settings = {setting.name: getattr(self.config, setting.name) for setting in fields(self.config)}
+        if self.config.degree == "auto":
+            settings["batch_size"] = settings["batch_size"] or trainer.args.train_batch_size
+            settings["sequence_length"] = settings["sequence_length"] or _sequence_length(trainer)
         OasesPlugin(**settings).install(trainer.accelerator, model)
         _take_over(trainer, model, converted(model))
         self._trainer = weakref.ref(trainer)
+
+
+def _sequence_length(trainer: Trainer) -> int:
+    """The tokens of the longest of the first samples, as many as a batch has; raises ConfigError if it has none."""
+    dataset: Any = trainer.train_dataset
+    try:
+        count = min(trainer.args.train_batch_size, len(dataset))
+        return max(len(dataset[i]["input_ids"]) for i in range(count))
+    except (TypeError, KeyError, ValueError) as error:
+        raise ConfigError(
+            f"degree='auto' looks for the length of input_ids in the train dataset, and finds none ({error!r}); "
+            f"set sequence_length"
+        ) from error
 
 
 def _trainer_being_built() -> Trainer:

@@ -44,7 +44,12 @@ def test_variables_fill_in_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> 
 
 # (variables, arguments, what is said)
 REFUSED: list[tuple[dict[str, str], dict[str, Any], str]] = [
-    ({"OASES_DEGREE": "two"}, {}, "OASES_DEGREE='two' cannot be read as int"),
+    ({"OASES_DEGREE": "two"}, {}, "OASES_DEGREE='two' cannot be read as degree"),
+    ({"OASES_TMP_SIZE": "two"}, {}, "OASES_TMP_SIZE='two' cannot be read as int"),
+    ({}, {"degree": "most"}, "degree='most'; choose a number of ranks, or 'auto'"),
+    ({}, {"degree": "auto", "schedule": "wang"}, "degree='auto' plans for the schedule oases, not wang; leave"),
+    ({}, {"recompute": "auto"}, "recompute='auto'; choose full or none"),
+    ({}, {"degree": "auto", "memory_gib": 0}, "memory_gib=0; give what a rank may use, in GiB"),
     ({"OASES_GATHER_LOGITS": "perhaps"}, {}, "OASES_GATHER_LOGITS='perhaps' cannot be read as flag"),
     ({}, {"degree": 0}, "degree=0; choose 1 or more"),
     ({}, {"tmp_size": 4, "degree": 3}, "degree=3 does not divide tmp_size=4; choose a divisor of 4"),

@@ -1,0 +1,118 @@
+"""What conversion is to do: the plan that was given, a uniform one, or the planner's for measured costs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from transformers import PreTrainedModel
+
+from ..config import OasesConfig
+from ..convert import block_count, describe
+from ..errors import ConfigError
+from ..parallel.mesh import Mesh
+from ..plan import Plan, Recompute, check_schedule_name
+from ..planner import Problem, Solution, explain, solve
+from ..profiler import Workload, profile
+from ..schedule import kind
+
+SPARE = 0.92
+"""The part of a device's memory that a plan may use: contexts, libraries and fragmentation take the rest."""
+
+
+def plan_for(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh, config: OasesConfig) -> Plan:
+    """The plan that ``config`` asks for; every rank must call it, and gets the same.
+
+    Raises:
+        ConfigError: no plan fits into memory, or what it depends on is not known.
+    """
+    given = config.load_plan()
+    if given is not None:
+        return given
+    return _planned(model, accelerator, mesh, config) if config.degree == "auto" else _uniform(model, mesh, config)
+
+
+def _uniform(model: PreTrainedModel, mesh: Mesh, config: OasesConfig) -> Plan:
+    schedule = check_schedule_name(config.schedule or "oases")
+    sub_batches = config.sub_batches or kind(schedule).sub_batches
+    degree = config.degree if isinstance(config.degree, int) else mesh.tmp.size
+    blocks = block_count(model)
+    recompute: Recompute = "none" if config.recompute == "none" else "full"
+    return Plan(describe(model), mesh.tmp.size, (degree,) * blocks, schedule, sub_batches, (recompute,) * blocks)
+
+
+def _planned(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh, config: OasesConfig) -> Plan:
+    if config.batch_size is None or config.sequence_length is None:
+        raise ConfigError(
+            "degree='auto' measures at the real shape: set batch_size (rows of a micro-batch) and sequence_length "
+            "(tokens of a row); OasesCallback finds them in the Trainer's arguments and the first sample"
+        )
+    workload = Workload(config.batch_size, config.sequence_length, optimizer_state=2 * model.dtype.itemsize)
+
+    def say(line: str) -> None:
+        if mesh.world.rank == 0:
+            print(f"oases: {line}", flush=True)
+
+    device = accelerator.device
+    costs = profile(model, mesh, workload, device, accelerator.autocast, say=say)
+    numbers = (config.sub_batches,) if config.sub_batches else workload.sub_batches
+    recompute = config.recompute
+    problem = Problem(
+        costs,
+        block_count(model) // len(costs.kinds),
+        config.memory_gib or _memory_gib(mesh, device),
+        accelerator.gradient_accumulation_steps,
+        tuple(n for n in numbers if n <= workload.rows),
+        "full" if recompute == "full" else "none" if recompute == "none" else "auto",
+    )
+    answer = _Answer.of(problem, model) if mesh.world.rank == 0 else _Answer()
+    told = [answer]
+    if mesh.control.group is not None:
+        dist.broadcast_object_list(told, src=0, group=mesh.control.group)
+    (answer,) = told
+    if answer.plan is None:
+        raise ConfigError(answer.reason)
+    for line in answer.reason.splitlines():
+        say(line)
+    return answer.plan
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What the first rank found: a plan and why, or why there is none."""
+
+    plan: Plan | None = None
+    reason: str = ""
+
+    @classmethod
+    def of(cls, problem: Problem, model: PreTrainedModel) -> _Answer:
+        try:
+            solution = solve(problem)
+        except ConfigError as error:
+            return cls(None, str(error))
+        return cls(plan_of(solution, describe(model)), explain(solution))
+
+
+def plan_of(solution: Solution, model: str) -> Plan:
+    """The plan that ``solution`` found, for what ``describe`` calls ``model``."""
+    return Plan(
+        model,
+        solution.problem.costs.tmp_size,
+        solution.degrees,
+        "oases",
+        solution.sub_batches,
+        solution.recompute,
+    )
+
+
+def _memory_gib(mesh: Mesh, device: torch.device) -> float:
+    """What a rank of the smallest device may use."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+    else:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    least = torch.tensor([total], dtype=torch.int64)
+    return float(mesh.control.all_reduce(least, dist.ReduceOp.MIN)) / 2**30 * SPARE

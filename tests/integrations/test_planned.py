@@ -1,0 +1,102 @@
+"""``degree="auto"``: costs are measured, or as measured before; the model trains by the plan that comes of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from oases_hf import OasesPlugin, Plan
+from oases_hf.costs import CostTable
+from oases_hf.errors import ConfigError
+from oases_hf.models.converted import converted
+from oases_hf.parallel.mesh import Mesh
+from oases_hf.profiler import Workload, layer, link, profile
+
+from ..families import FAMILIES
+from ..ranks import Worlds
+from ..tiny import tiny_llama
+from .fitting import Task
+from .test_trainer import check
+
+pytestmark = pytest.mark.dist
+
+SMALL = (2**10, 2**12)
+
+
+def in_a_hurry(cache: Path) -> None:
+    """On a rank: measure little, and keep it in a folder of the test."""
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    link.SIZES, link.BUDGET_S, layer.BUDGET_S = SMALL, 0.0, 0.0
+
+
+def measured(family: str, world: int, cache: Path) -> tuple[CostTable, CostTable, list[str]]:
+    """On a rank: a table, the same again, and what was said of it."""
+    in_a_hurry(cache)
+    model, said = FAMILIES[family].model(dtype=torch.float32), list[str]()
+    mesh, workload = Mesh.build(world), Workload(4, 8, (1, 2))
+    before = torch.get_rng_state()
+    tables = [profile(model, mesh, workload, torch.device("cpu"), say=said.append) for _ in range(2)]
+    assert torch.equal(torch.get_rng_state(), before)
+    return tables[0], tables[1], said
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_measured(ranks: Worlds, family: str, tmp_path: Path) -> None:
+    found = ranks(2).run(measured, family, 2, tmp_path)
+    first, again, said = found[0]
+    assert first == again == found[1][0]
+    assert said[-1].startswith("costs: as measured before")
+    assert first.degrees() == (1, 2)
+    for kind in first.kinds:
+        for degree in (1, 2):
+            assert kind.parameters[degree] > 0
+            for timing in kind.timings[degree].values():
+                assert min(timing.forward_ms, timing.recompute_ms, timing.backward_ms) > 0
+                assert timing.graph_bytes > 0
+        assert kind.parameters[1] > kind.parameters[2]
+        assert kind.timings[1][1].graph_bytes > kind.timings[1][2].graph_bytes, "of one sub-batch, and of two"
+    assert set(first.all_reduce) == set(first.all_gather) == {2}
+    assert first.outside.ms > 0
+
+
+def test_a_planned_model_trains(ranks: Worlds, tmp_path: Path) -> None:
+    task = Task({"gradient_accumulation_steps": 2}, prepare=_hurry(tmp_path))
+    check(ranks, 4, task, tmp_size=4, degree="auto")
+
+
+class _hurry:
+    def __init__(self, cache: Path) -> None:
+        self._cache = cache
+
+    def __call__(self, *_: Any) -> None:
+        in_a_hurry(self._cache)
+
+
+def plans(cache: Path, memory_gib: float) -> Plan | str:
+    in_a_hurry(cache)
+    with mock.patch.dict(os.environ, {"ACCELERATE_USE_CPU": "true"}):
+        plugin = OasesPlugin(degree="auto", memory_gib=memory_gib, batch_size=4, sequence_length=8)
+        try:
+            return converted(plugin.install(Accelerator(), tiny_llama())).plan
+        except ConfigError as error:
+            return str(error)
+
+
+def test_memory_decides(ranks: Worlds, tmp_path: Path) -> None:
+    plan, same = ranks(2).run(plans, tmp_path, 1.0)
+    assert isinstance(plan, Plan)
+    assert plan == same
+    said, also = ranks(2).run(plans, tmp_path, 1e-6)
+    assert said == also
+    assert "GiB" in str(said)
+
+
+def test_the_shape_must_be_known() -> None:
+    with pytest.raises(ConfigError, match="set batch_size .* and sequence_length"):
+        OasesPlugin(degree="auto").install(Accelerator(cpu=True), tiny_llama())
