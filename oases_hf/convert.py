@@ -82,8 +82,9 @@ def convert(
     model.register_forward_pre_hook(partial(_share_batch, mesh), with_kwargs=True)
     vocabulary.install(model)
     names = {name: layouts[p] for name, p in model.named_parameters(remove_duplicate=False)}
+    use_cache = getattr(model.config, "use_cache", None)
     model.config.use_cache = False  # a cache keeps the executor from running; generate() asks for one by itself
-    state = Converted(mesh, sharder.replaced, plan, family, names, stack, stack.gradients, vocabulary)
+    state = Converted(mesh, sharder.replaced, plan, family, names, use_cache, stack, stack.gradients, vocabulary)
     object.__setattr__(model, "oases", state)
     return state
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,7 +74,7 @@ def _write(
                 save_file({name: t for name, t in full.items() if t is not None}, folder / filename, {"format": "pt"})
     if axis.rank == 0:
         with _noting(failures):
-            _write_rest(model, folder, split)
+            _write_rest(model, state, folder, split)
             (folder / PLAN_NAME).write_text(state.plan.to_json() + "\n")
 
 
@@ -86,10 +87,13 @@ def _noting(failures: list[Exception]) -> Iterator[None]:
         failures.append(error)
 
 
-def _write_rest(model: PreTrainedModel, folder: Path, split: Any) -> None:
+def _write_rest(model: PreTrainedModel, state: Converted, folder: Path, split: Any) -> None:
     """Configuration and index; files of an earlier export that are not of this one go."""
-    model.config.architectures = [type(model).__name__]
-    model.config.save_pretrained(folder)
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    if state.use_cache is not None:
+        config.use_cache = state.use_cache
+    config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
     for stale in {*folder.glob("model-*.safetensors"), folder / "model.safetensors", folder / INDEX_NAME}:

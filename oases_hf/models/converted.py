@@ -29,6 +29,7 @@ class Converted:
         stack: the layers, as they run.
         gradients: who completes gradients.
         vocabulary: what is split by words.
+        use_cache: what the config said before, to be written with an export.
         layouts: how each parameter, by its name in ``state_dict``, is spread over the TMP world.
     """
 
@@ -37,6 +38,7 @@ class Converted:
     plan: Plan
     family: Family
     layouts: dict[str, Layout]
+    use_cache: bool | None
     stack: Stack
     gradients: GradientSync
     vocabulary: Vocabulary

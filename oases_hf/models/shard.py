@@ -46,7 +46,7 @@ class Sharder:
 
 
 def check_layer(layer: nn.Module, family: Family) -> None:
-    """Raise UnsupportedModelError unless every linear that ``family`` declares is a plain one in ``layer``."""
+    """Raise UnsupportedModelError unless ``layer`` is Hugging Face's, and what ``family`` splits are plain linears."""
     for block in family.blocks:
         for path in block.linears:
             module = layer.get_submodule(path)
@@ -54,6 +54,14 @@ def check_layer(layer: nn.Module, family: Family) -> None:
                 raise UnsupportedModelError(
                     f"{path} is a {type(module).__name__}, neither nn.Linear nor Conv1D; load it unquantised"
                 )
+    for path, module in layer.named_modules():
+        name, home = type(module).__name__, type(module).__module__
+        if home.split(".")[0] not in ("torch", "transformers") or "forward" in vars(module):
+            raise UnsupportedModelError(
+                f"{path or 'a layer'} is a {name} of {home}{' with a forward of its own' * ('forward' in vars(module))}: "
+                f"blocks call the parts of Hugging Face's layers, not changed ones; change what is around the layers, "
+                f"or declare a family"
+            )
 
 
 @dataclass(frozen=True)

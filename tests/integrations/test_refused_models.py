@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import OPTConfig, OPTForCausalLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from oases_hf import Plan
 from oases_hf.errors import OasesError
@@ -56,6 +57,36 @@ def quantised(model: PreTrainedModel) -> PreTrainedModel:
 def with_another_projection(path: str, model: PreTrainedModel) -> PreTrainedModel:
     projection = model.get_submodule(path)
     projection.__class__ = type("Rounded", (type(projection),), {})
+    return model
+
+
+class Scaled(LlamaDecoderLayer):
+    """A layer that does more than Hugging Face's."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return 2 * super().forward(*args, **kwargs)
+
+
+class ScaledMLP(LlamaMLP):
+    """An MLP that does more than Hugging Face's."""
+
+    def forward(self, x: Any) -> Any:
+        return 2 * super().forward(x)
+
+
+def with_changed_layers(model: PreTrainedModel) -> PreTrainedModel:
+    model.get_submodule("model.layers.1").__class__ = Scaled
+    return model
+
+
+def with_a_changed_part(model: PreTrainedModel) -> PreTrainedModel:
+    model.get_submodule("model.layers.0.mlp").__class__ = ScaledMLP
+    return model
+
+
+def with_a_forward_of_its_own(model: PreTrainedModel) -> PreTrainedModel:
+    attention: Any = model.get_submodule("model.layers.0.self_attn")
+    attention.forward = partial(type(attention).forward, attention)
     return model
 
 
@@ -151,6 +182,17 @@ REFUSALS = {
         2,
         "UnsupportedModelError: attn.c_attn is a Rounded, neither nn.Linear nor Conv1D",
         "gpt2 tied",
+    ),
+    "layers that are changed": Refusal(
+        partial(in_trainer, with_changed_layers), 2, "UnsupportedModelError: a layer is a Scaled of tests.integrations"
+    ),
+    "parts of layers that are changed": Refusal(
+        partial(in_a_loop, with_a_changed_part), 2, "UnsupportedModelError: mlp is a ScaledMLP of tests.integrations"
+    ),
+    "a forward of its own": Refusal(
+        partial(in_a_loop, with_a_forward_of_its_own),
+        2,
+        "UnsupportedModelError: self_attn is a LlamaAttention of transformers.* with a forward of its own",
     ),
     "other linears in BERT": Refusal(
         partial(in_trainer, partial(with_another_projection, "bert.encoder.layer.1.output.dense")),

@@ -17,9 +17,10 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel, Trainer
 
-from oases_hf import save_pretrained
+from oases_hf import Plan, save_pretrained
 from oases_hf.parallel import mesh as mesh_module
 
+from ..parallel import parallel
 from ..ranks import Worlds
 from ..tiny import tiny_llama
 from .fitting import Task, build, whole_parameters
@@ -269,3 +270,30 @@ def by_the_book() -> None:
 def test_saving_in_a_loop_of_ones_own(ranks: Worlds) -> None:
     ranks(2).run(by_the_book)
     ranks(4).run(by_the_book)
+
+
+def exported_use_cache(value: bool) -> bool:
+    model = tiny_llama()
+    model.config.use_cache = value
+    parallel(model, 2)
+    save_pretrained(model, "export")
+    found: bool = json.loads(Path("export", "config.json").read_text())["use_cache"]
+    return found
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_an_export_uses_a_cache_if_the_model_did(ranks: Worlds, value: bool) -> None:
+    assert ranks(2).run(exported_use_cache, value)[0] is value
+
+
+def exported_plan() -> Plan:
+    model = tiny_llama()
+    state = parallel(model, 2, degrees=(1, 2, 2, 1))
+    save_pretrained(model, "export")
+    assert Plan.load("export/oases_plan.json") == state.plan
+    return state.plan
+
+
+def test_an_export_carries_its_plan(ranks: Worlds) -> None:
+    (plan, _) = ranks(2).run(exported_plan)
+    assert plan.degrees == (1, 2, 2, 1)
