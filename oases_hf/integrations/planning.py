@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from ..parallel.mesh import Mesh
 from ..plan import Plan, Recompute, check_schedule_name
 from ..planner import Problem, Solution, explain, solve
-from ..profiler import Workload, profile
+from ..profiler import Architecture, Workload, profile
 from ..schedule import kind
 
 SPARE = 0.92
@@ -57,7 +57,7 @@ def _planned(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh, confi
             print(f"oases: {line}", flush=True)
 
     device = accelerator.device
-    costs = profile(model, mesh, workload, device, accelerator.autocast, say=say)
+    costs = profile(Architecture.of(model), mesh, workload, device, accelerator.autocast, say=say)
     numbers = (config.sub_batches,) if config.sub_batches else workload.sub_batches
     recompute = config.recompute
     problem = Problem(

@@ -55,10 +55,10 @@ def check_layer(layer: nn.Module, family: Family) -> None:
                     f"{path} is a {type(module).__name__}, neither nn.Linear nor Conv1D; load it unquantised"
                 )
     for path, module in layer.named_modules():
-        name, home = type(module).__name__, type(module).__module__
-        if home.split(".")[0] not in ("torch", "transformers") or "forward" in vars(module):
+        kind, own = type(module), "forward" in vars(module)
+        if kind.__module__.split(".")[0] not in ("torch", "transformers") or own:
             raise UnsupportedModelError(
-                f"{path or 'a layer'} is a {name} of {home}{' with a forward of its own' * ('forward' in vars(module))}: "
+                f"{path or 'a layer'} is a {kind.__name__} of {kind.__module__}{' with a forward of its own' * own}: "
                 f"blocks call the parts of Hugging Face's layers, not changed ones; change what is around the layers, "
                 f"or declare a family"
             )

@@ -1,5 +1,5 @@
 """Measures what the planner plans with: a layer of the real model, and the links between the real ranks."""
 
-from .profile import Workload, profile
+from .profile import Architecture, Workload, profile
 
-__all__ = ["Workload", "profile"]
+__all__ = ["Architecture", "Workload", "profile"]

@@ -44,8 +44,34 @@ class Workload:
     optimizer_state: int = 8
 
 
+@dataclass(frozen=True)
+class Architecture:
+    """A model as far as its costs depend on it: no weights are looked at."""
+
+    model_class: type[PreTrainedModel]
+    config: PretrainedConfig
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Architecture:
+        """That of a model."""
+        return cls(type(model), model.config, model.dtype)
+
+    def of_one_layer(self) -> PreTrainedModel:
+        """A random model with one of its layers; alike on all ranks, and no generator draws."""
+        config = copy.deepcopy(self.config)
+        config.num_hidden_layers = 1
+        if getattr(config, "layer_types", None):
+            config.layer_types = config.layer_types[:1]
+        if config.pad_token_id is None:
+            config.pad_token_id = 0  # else classifiers refuse batches of more than one row
+        with torch.random.fork_rng([]), _default_dtype(self.dtype):
+            torch.manual_seed(0)
+            return self.model_class(config)
+
+
 def profile(
-    model: PreTrainedModel,
+    model: Architecture,
     mesh: Mesh,
     workload: Workload,
     device: torch.device,
@@ -56,7 +82,7 @@ def profile(
     """Measure one layer of ``model`` at every degree, and the links; every rank must call it.
 
     Args:
-        model: of a served family, not converted; only its config and dtype are looked at.
+        model: of a served family.
         mesh: the ranks.
         workload: what is trained.
         device: of this rank.
@@ -88,7 +114,7 @@ def cache_folder() -> Path:
 
 
 def fingerprint(
-    model: PreTrainedModel, mesh: Mesh, workload: Workload, device: torch.device, autocast: Autocast
+    model: Architecture, mesh: Mesh, workload: Workload, device: torch.device, autocast: Autocast
 ) -> dict[str, str]:
     """What the figures hold for."""
     config, dtype = model.config, model.dtype
@@ -98,6 +124,7 @@ def fingerprint(
         computed = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
     return {
         "model": f"{config.model_type}, hidden {config.hidden_size}, {config.num_hidden_layers} layers",
+        "layers": str(config.num_hidden_layers),
         "config": hashlib.sha256(repr(shape).encode()).hexdigest()[:16],
         "attention": str(config._attn_implementation),
         "dtype": f"{dtype} computed in {computed}",
@@ -123,7 +150,7 @@ def feasible_degrees(config: PretrainedConfig, family: Family, tmp_size: int) ->
 
 
 def _measure(
-    model: PreTrainedModel,
+    model: Architecture,
     mesh: Mesh,
     workload: Workload,
     device: torch.device,
@@ -134,7 +161,7 @@ def _measure(
     family = family_of(model.config)
     degrees = feasible_degrees(model.config, family, mesh.tmp.size)
     numbers = tuple(n for n in workload.sub_batches if n <= workload.rows)
-    one = _of_one_layer(model)
+    one = model.of_one_layer()
     found: dict[int, DegreeProfile] = {}
     slowdown = Slowdown()
     for i, degree in enumerate(degrees):
@@ -203,20 +230,6 @@ def _outside(one: PreTrainedModel, mesh: Mesh, workload: Workload, profile: Degr
     words = embedding.num_embeddings if head is not None else 0
     logits = workload.rows * workload.sequence * -(-words // mesh.tmp.size) * 4
     return Outside(profile.outside_ms, held, 3 * logits)
-
-
-def _of_one_layer(model: PreTrainedModel) -> PreTrainedModel:
-    """A random model like ``model``, of one layer; alike on all ranks, and no generator draws."""
-    config = copy.deepcopy(model.config)
-    config.num_hidden_layers = 1
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:1]
-    if config.pad_token_id is None:
-        config.pad_token_id = 0  # else classifiers refuse batches of more than one row
-    with torch.random.fork_rng([]), _default_dtype(model.dtype):
-        torch.manual_seed(0)
-        one: PreTrainedModel = type(model)(config)
-    return one
 
 
 @contextmanager

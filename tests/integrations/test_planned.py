@@ -16,7 +16,7 @@ from oases_hf.costs import CostTable
 from oases_hf.errors import ConfigError
 from oases_hf.models.converted import converted
 from oases_hf.parallel.mesh import Mesh
-from oases_hf.profiler import Workload, layer, link, profile
+from oases_hf.profiler import Architecture, Workload, layer, link, profile
 
 from ..families import FAMILIES
 from ..ranks import Worlds
@@ -41,7 +41,7 @@ def measured(family: str, world: int, cache: Path) -> tuple[CostTable, CostTable
     model, said = FAMILIES[family].model(dtype=torch.float32), list[str]()
     mesh, workload = Mesh.build(world), Workload(4, 8, (1, 2))
     before = torch.get_rng_state()
-    tables = [profile(model, mesh, workload, torch.device("cpu"), say=said.append) for _ in range(2)]
+    tables = [profile(Architecture.of(model), mesh, workload, torch.device("cpu"), say=said.append) for _ in range(2)]
     assert torch.equal(torch.get_rng_state(), before)
     return tables[0], tables[1], said
 
@@ -98,5 +98,5 @@ def test_memory_decides(ranks: Worlds, tmp_path: Path) -> None:
 
 
 def test_the_shape_must_be_known() -> None:
-    with pytest.raises(ConfigError, match="set batch_size .* and sequence_length"):
+    with pytest.raises(ConfigError, match=r"set batch_size .* and sequence_length"):
         OasesPlugin(degree="auto").install(Accelerator(cpu=True), tiny_llama())
