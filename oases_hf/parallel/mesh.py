@@ -21,6 +21,9 @@ from ..errors import ConfigError, DistributedError, UnsupportedModelError
 
 RENDEZVOUS_TIMEOUT_S = 20.0
 
+# torch 2.13 calls it by another name.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 
 class Pending(Protocol):
     """A collective that runs."""
@@ -117,7 +120,7 @@ class Axis:
             return part, DONE
         self.traffic.count(part)
         whole = part.new_empty(self.size * part.shape[0], *part.shape[1:])
-        work: Pending = dist.all_gather_into_tensor(whole, part.contiguous(), group=self.group, async_op=True)
+        work: Pending = _gather(whole, part.contiguous(), group=self.group, async_op=True)
         return whole, work
 
     def broadcast(self, tensor: Tensor) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+import weakref
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ..schedule import Backward, Instruction, Recompute
 
@@ -126,22 +128,47 @@ class PeakBytes:
 def peak_bytes(device: torch.device) -> Iterator[Callable[[], int]]:
     """Count the most bytes of tensors that are held at once inside, beyond what was there before; call the result.
 
-    On GPUs torch's allocator counts, on CPUs the allocations that the profiler records.
+    On GPUs torch's allocator counts, on CPUs what operators return.
     """
-    peak = 0
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        yield lambda: peak
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated() - before
+    if device.type != "cuda":
+        with _Returned() as returned:
+            yield lambda: returned.peak
         return
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        yield lambda: peak
-    results = getattr(profiler.profiler, "kineto_results")  # noqa: B009 - mypy knows no such attribute
-    events = sorted((e for e in results.events() if e.name() == "[memory]"), key=lambda e: int(e.start_ns()))
-    held = 0
-    for event in events:
-        held += event.nbytes()
-        peak = max(peak, held)
+    peak = 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    yield lambda: peak
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+
+
+class _Returned(TorchDispatchMode):
+    """Counts the bytes of what operators return, as long as it lives."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._held = 0
+        self._tensors: Counter[int] = Counter()  # by address, those that share a storage
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {
+            tensor.untyped_storage().data_ptr() for tensor in tree_leaves((args, kwargs)) if torch.is_tensor(tensor)
+        }
+        for tensor in tree_leaves(result):
+            storage = tensor.untyped_storage() if torch.is_tensor(tensor) else None
+            if storage is None or (storage.data_ptr() in given and not self._tensors[storage.data_ptr()]):
+                continue
+            self._tensors[storage.data_ptr()] += 1
+            if self._tensors[storage.data_ptr()] == 1:
+                self._held += storage.nbytes()
+                self.peak = max(self.peak, self._held)
+            weakref.finalize(tensor, self._gone, storage.data_ptr(), storage.nbytes()).atexit = False
+        return result
+
+    def _gone(self, address: int, size_bytes: int) -> None:
+        self._tensors[address] -= 1
+        if self._tensors[address] == 0:
+            self._held -= size_bytes

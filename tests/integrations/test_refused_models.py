@@ -85,8 +85,8 @@ def with_a_changed_part(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def with_a_forward_of_its_own(model: PreTrainedModel) -> PreTrainedModel:
-    attention: Any = model.get_submodule("model.layers.0.self_attn")
-    attention.forward = attention.forward
+    attention = cast(Any, model.get_submodule("model.layers.0.self_attn"))
+    object.__setattr__(attention, "forward", attention.forward)
     return model
 
 

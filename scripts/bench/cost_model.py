@@ -1,0 +1,253 @@
+"""Does the planner's cost model rank plans as the ranks do, and does its plan pay?
+
+    torchrun --nproc-per-node 4 scripts/bench/cost_model.py --png plans.png --json plans.json
+
+All ranks profile one LLaMA layer, the planner plans under a memory limit, and its plan, the uniform plans and
+randomly drawn ones that fit are trained for a few optimizer steps each, through Accelerate as users do. Printed are
+predicted and measured step times, the rank correlation of the random plans, and how much faster the planner's plan is
+than the best uniform plan that fits. Ranks are meant to sit behind slow links; torch's threads should be one per core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from oases_hf import OasesPlugin, Plan
+from oases_hf.convert import describe
+from oases_hf.integrations.planning import plan_of
+from oases_hf.parallel.mesh import Mesh
+from oases_hf.planner import Problem, predict, solve
+from oases_hf.planner.problem import GIB
+from oases_hf.profiler import Architecture, Workload, profile
+
+SEED = 0
+SUB_BATCHES = (1, 2, 4)
+WARM_UP = 1
+
+
+@dataclass
+class Row:
+    """A plan, what was predicted of it and what was measured.
+
+    Attributes:
+        name: ``planned``, ``degree d``, or ``random i``.
+        predicted_ms: of an optimizer step.
+        measured_ms: median, on the slowest rank.
+        memory_mib: predicted.
+        fits: into the memory limit.
+        plan: in a few words.
+    """
+
+    name: str
+    predicted_ms: float
+    measured_ms: float
+    memory_mib: float
+    fits: bool
+    plan: str
+
+
+def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    sizes = {"hidden": 512, "heads": 8, "ffn": 1376, "layers": 4, "seq": 128, "batch": 8, "vocab": 1024}
+    for name, default in {**sizes, "accumulation": 4, "plans": 20, "steps": 3}.items():
+        add(f"--{name}", type=int, default=default, help=f"default {default}")
+    add("--memory-mib", type=float, default=90.0, help="that a rank may use (default: 90)")
+    add("--png", type=Path, help="write a scatter plot of predicted and measured times")
+    add("--json", type=Path, help="write the rows")
+    return parser.parse_args(argv)
+
+
+def build(options: argparse.Namespace) -> LlamaForCausalLM:
+    """The whole model, alike on all ranks."""
+    torch.manual_seed(SEED)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=options.hidden,
+            intermediate_size=options.ffn,
+            num_hidden_layers=options.layers,
+            num_attention_heads=options.heads,
+            max_position_embeddings=options.seq,
+            vocab_size=options.vocab,
+            use_cache=False,
+        )
+    )
+
+
+def measure(options: argparse.Namespace, plan: Plan) -> float:
+    """Median time of an optimizer step by ``plan``, on the slowest rank, in ms."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    accelerator = Accelerator()
+    model: Any = OasesPlugin(plan=plan).install(accelerator, build(options))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    tokens = torch.randint(options.vocab, (options.batch, options.seq), generator=torch.Generator().manual_seed(SEED))
+    tokens = tokens.to(accelerator.device)
+    times = []
+    for _ in range(WARM_UP + options.steps):
+        dist.barrier()
+        start = time.perf_counter()
+        for micro in range(options.accumulation):
+            accelerator.gradient_state._set_sync_gradients(micro == options.accumulation - 1)
+            accelerator.backward(model(input_ids=tokens, labels=tokens).loss / options.accumulation)
+        optimizer.step()
+        optimizer.zero_grad()
+        if accelerator.device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    slowest = torch.tensor([statistics.median(times[WARM_UP:])])
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def drawn(problem: Problem, model: str, count: int) -> Iterator[Plan]:
+    """Plans drawn at random from those that fit, the same ones every time."""
+    draw, blocks = random.Random(SEED), len(problem.blocks)
+    tried, found = 0, 0
+    while found < count:
+        tried += 1
+        if tried > 1000 * count:
+            raise SystemExit(f"only {found} of {tried} random plans fit; raise --memory-mib")
+        chain = problem.choosable_degrees
+        few = sorted(draw.sample(chain, draw.randint(1, len(chain))))
+        degrees = tuple(draw.choice(few) for _ in range(blocks))
+        recompute = tuple(draw.choice(("full", "none")) for _ in range(blocks))
+        plan = Plan(model, problem.costs.tmp_size, degrees, "oases", draw.choice(SUB_BATCHES), recompute)  # type: ignore[arg-type]
+        if predicted(problem, plan).memory.total <= problem.memory_limit_gib * GIB:
+            found += 1
+            yield plan
+
+
+def predicted(problem: Problem, plan: Plan) -> Any:
+    """What the cost model says of ``plan``."""
+    return predict(problem, plan.degrees, plan.recompute, plan.sub_batches)
+
+
+def uniform(problem: Problem, model: str) -> Iterator[tuple[str, Plan]]:
+    """Every uniform degree, with the recompute choice and number of sub-batches that are predicted fastest if it fits."""
+    blocks = len(problem.blocks)
+    for degree in problem.choosable_degrees:
+        plans = [
+            Plan(model, problem.costs.tmp_size, (degree,) * blocks, "oases", number, (recompute,) * blocks)
+            for number in SUB_BATCHES
+            for recompute in ("full", "none")
+        ]
+        limit = problem.memory_limit_gib * GIB
+        fitting = [plan for plan in plans if predicted(problem, plan).memory.total <= limit]
+        best = min(fitting or plans, key=lambda plan: predicted(problem, plan).step_ms)
+        yield f"degree {degree}", best
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """The rank correlation of two sequences without ties."""
+
+    def ranks(values: Sequence[float]) -> list[int]:
+        order = sorted(range(len(values)), key=values.__getitem__)
+        return [order.index(i) for i in range(len(values))]
+
+    n = len(first)
+    return 1 - 6 * sum((a - b) ** 2 for a, b in zip(ranks(first), ranks(second), strict=True)) / (n * (n**2 - 1))
+
+
+def report(rows: Sequence[Row]) -> None:
+    """Print the rows and what follows from them."""
+    print(f"{'':10}  predicted ms  measured ms  error  MiB    plan")
+    for row in rows:
+        error = row.predicted_ms / row.measured_ms - 1
+        print(
+            f"{row.name:10}  {row.predicted_ms:12.0f}  {row.measured_ms:11.0f}  {error:+5.0%}  {row.memory_mib:5.1f}  "
+            f"{'' if row.fits else 'too large: '}{row.plan}"
+        )
+    fitting = [row for row in rows if row.fits]
+    by_chance = [row for row in fitting if row.name.startswith("random")]
+    planned, best = rows[0], min(fitting, key=lambda row: row.measured_ms)
+    errors = [abs(row.predicted_ms / row.measured_ms - 1) for row in fitting]
+    print(
+        f"rank correlation of {len(by_chance)} random plans "
+        f"{spearman([row.predicted_ms for row in by_chance], [row.measured_ms for row in by_chance]):.3f}; "
+        f"median error {statistics.median(errors):.1%}; planned / best measured "
+        f"{planned.measured_ms / best.measured_ms:.3f}"
+    )
+    even = [row for row in fitting if row.name.startswith("degree")]
+    if even:
+        rival = min(even, key=lambda row: row.measured_ms)
+        print(f"planned is {rival.measured_ms / planned.measured_ms:.2f} x {rival.name}, the best uniform that fits")
+
+
+def plot(rows: Sequence[Row], path: Path) -> None:
+    """Write the scatter plot."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(5, 5))
+    top = 1.05 * max(max(row.predicted_ms, row.measured_ms) for row in rows)
+    axes.plot([0, top], [0, top], color="grey", linewidth=0.8)
+    for kind, marker in (("random", "o"), ("degree", "s"), ("planned", "*")):
+        chosen = [row for row in rows if row.name.startswith(kind)]
+        axes.scatter(
+            [row.predicted_ms for row in chosen], [row.measured_ms for row in chosen], marker=marker, label=kind
+        )
+    axes.set(xlabel="predicted ms per step", ylabel="measured ms per step", xlim=(0, top), ylim=(0, top))
+    axes.legend()
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the benchmark on the ranks that a launcher started."""
+    options = parse_options(argv)
+    accelerator = Accelerator()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    model = build(options)
+    mesh = Mesh.build(dist.get_world_size())
+    first = mesh.world.rank == 0
+    with tempfile.TemporaryDirectory() as cache:
+        costs = profile(
+            Architecture.of(model),
+            mesh,
+            Workload(options.batch, options.seq, SUB_BATCHES),
+            accelerator.device,
+            cache=Path(cache),
+            say=lambda line: print(line, flush=True) if first else None,
+        )
+    problem = Problem(costs, options.layers, options.memory_mib / 1024, options.accumulation, SUB_BATCHES)
+    name = describe(model)
+    plans = [("planned", plan_of(solve(problem), name)), *uniform(problem, name)]
+    plans += [(f"random {i}", plan) for i, plan in enumerate(drawn(problem, name, options.plans))]
+    rows = []
+    for title, plan in plans:
+        measured_ms, prediction = measure(options, plan), predicted(problem, plan)
+        fits = prediction.memory.total <= problem.memory_limit_gib * GIB
+        mib = prediction.memory.total / 2**20
+        rows.append(Row(title, prediction.step_ms, measured_ms, mib, fits, plan.summary()))
+        if first:
+            print(f"{title}: {measured_ms:.0f} ms, predicted {prediction.step_ms:.0f}", flush=True)
+    if first:
+        report(rows)
+        if options.json:
+            options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+        if options.png:
+            plot(rows, options.png)
+
+
+if __name__ == "__main__":
+    main()
