@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
+import random
 from typing import Any, cast
 
 import torch
@@ -13,7 +14,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 
 from oases_hf import OasesPlugin
-from oases_hf.plan import SCHEDULE_NAMES
+from oases_hf.convert import block_count
+from oases_hf.plan import SCHEDULE_NAMES, Recompute
 from tests.families import FAMILIES
 from tests.parallel import full_gradients, one_step, parallel
 from tests.parity import assert_gradients, assert_loss, float64_math
@@ -71,6 +73,25 @@ def check_families() -> int:
     return compared
 
 
+def check_mixed() -> int:
+    """Steps by plans whose blocks differ in degree and in what they recompute."""
+    compared, world = 0, dist.get_world_size()
+    for number, name in itertools.product(range(3), ("llama", "bert", "gemma3", "gpt2")):
+        draw = random.Random(f"{number} {name}")
+        data = on_gpu(FAMILIES[name].batch(ROWS, SEQ, padding="right"))
+        whole, model = (cast(Any, FAMILIES[name].model()).cuda().train() for _ in range(2))
+        with float64_math():
+            whole(**data).loss.backward()
+        blocks = block_count(whole)
+        degrees = [draw.choice([d for d in (1, 2, 4) if d <= world]) for _ in range(blocks)]
+        recompute: list[Recompute] = [draw.choice(["full", "none"]) for _ in range(blocks)]
+        parallel(model, world, draw.choice(SCHEDULE_NAMES), degrees=degrees, recompute=recompute)
+        one_step(model, [data])
+        assert_gradients(full_gradients(model), {n: g.cpu() for n, g in gradients(whole).items()})
+        compared += 1
+    return compared
+
+
 def train(mixed_precision: str, world: int) -> list[float]:
     """Losses of a few steps through Accelerate; ``world`` 1 leaves the model whole."""
     model: Any = tiny_llama(hidden=64, heads=8, kv_heads=2, dtype=torch.float32).train()
@@ -105,6 +126,7 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=torch.device("cuda", int(os.environ["LOCAL_RANK"])))
     print("compared", check_schedules(), flush=True)
     print("with dropout", check_families(), flush=True)
+    print("mixed", check_mixed(), flush=True)
     for precision in ("bf16", "fp16"):
         ours, alone = train(precision, dist.get_world_size()), train(precision, 1)
         print(precision, ours, alone, flush=True)

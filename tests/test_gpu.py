@@ -20,3 +20,4 @@ def test_ranks_on_gpus() -> None:
         assert process.returncode == 0, process.stdout + process.stderr
         assert "compared 30" in process.stdout
         assert "with dropout 40" in process.stdout
+        assert "mixed 12" in process.stdout

@@ -36,12 +36,14 @@ from oases_hf import OasesPlugin, Plan
 from oases_hf.convert import describe
 from oases_hf.integrations.planning import plan_of
 from oases_hf.parallel.mesh import Mesh
+from oases_hf.plan import Recompute
 from oases_hf.planner import Problem, predict, solve
 from oases_hf.planner.problem import GIB
 from oases_hf.profiler import Architecture, Workload, profile
 
 SEED = 0
 SUB_BATCHES = (1, 2, 4)
+RECOMPUTE: tuple[Recompute, ...] = ("full", "none")
 WARM_UP = 1
 
 
@@ -132,7 +134,7 @@ def drawn(problem: Problem, model: str, count: int) -> Iterator[Plan]:
         chain = problem.choosable_degrees
         few = sorted(draw.sample(chain, draw.randint(1, len(chain))))
         degrees = tuple(draw.choice(few) for _ in range(blocks))
-        recompute = tuple(draw.choice(("full", "none")) for _ in range(blocks))
+        recompute = tuple(draw.choice(RECOMPUTE) for _ in range(blocks))
         plan = Plan(model, problem.costs.tmp_size, degrees, "oases", draw.choice(SUB_BATCHES), recompute)  # type: ignore[arg-type]
         if predicted(problem, plan).memory.total <= problem.memory_limit_gib * GIB:
             found += 1
@@ -145,13 +147,13 @@ def predicted(problem: Problem, plan: Plan) -> Any:
 
 
 def uniform(problem: Problem, model: str) -> Iterator[tuple[str, Plan]]:
-    """Every uniform degree, with the recompute choice and number of sub-batches that are predicted fastest if it fits."""
+    """Every uniform degree, with the recompute choice and sub-batches that are predicted fastest of those that fit."""
     blocks = len(problem.blocks)
     for degree in problem.choosable_degrees:
         plans = [
             Plan(model, problem.costs.tmp_size, (degree,) * blocks, "oases", number, (recompute,) * blocks)
             for number in SUB_BATCHES
-            for recompute in ("full", "none")
+            for recompute in RECOMPUTE
         ]
         limit = problem.memory_limit_gib * GIB
         fitting = [plan for plan in plans if predicted(problem, plan).memory.total <= limit]
