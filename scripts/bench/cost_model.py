@@ -75,7 +75,8 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     sizes = {"hidden": 512, "heads": 8, "ffn": 1376, "layers": 4, "seq": 128, "batch": 8, "vocab": 1024}
     for name, default in {**sizes, "accumulation": 4, "plans": 20, "steps": 3}.items():
         add(f"--{name}", type=int, default=default, help=f"default {default}")
-    add("--memory-mib", type=float, default=90.0, help="that a rank may use (default: 90)")
+    # Uniform degrees 1 and 2 do not fit.
+    add("--memory-mib", type=float, default=110.0, help="that a rank may use (default: 110)")
     add("--png", type=Path, help="write a scatter plot of predicted and measured times")
     add("--json", type=Path, help="write the rows")
     return parser.parse_args(argv)
@@ -131,11 +132,11 @@ def drawn(problem: Problem, model: str, count: int) -> Iterator[Plan]:
         tried += 1
         if tried > 1000 * count:
             raise SystemExit(f"only {found} of {tried} random plans fit; raise --memory-mib")
-        chain = problem.choosable_degrees
-        few = sorted(draw.sample(chain, draw.randint(1, len(chain))))
-        degrees = tuple(draw.choice(few) for _ in range(blocks))
-        recompute = tuple(draw.choice(RECOMPUTE) for _ in range(blocks))
-        plan = Plan(model, problem.costs.tmp_size, degrees, "oases", draw.choice(SUB_BATCHES), recompute)  # type: ignore[arg-type]
+        # Each plan has a share of its own of every degree and of blocks that are not recomputed.
+        weights, kept = [draw.random() ** 2 for _ in problem.choosable_degrees], draw.random() ** 2
+        degrees = tuple(draw.choices(problem.choosable_degrees, weights, k=blocks))
+        recompute = tuple(draw.choices(RECOMPUTE, (1 - kept, kept), k=blocks))
+        plan = Plan(model, problem.costs.tmp_size, degrees, "oases", draw.choice(SUB_BATCHES), recompute)
         if predicted(problem, plan).memory.total <= problem.memory_limit_gib * GIB:
             found += 1
             yield plan

@@ -71,7 +71,7 @@ class ScaledMLP(LlamaMLP):
     """An MLP that does more than Hugging Face's."""
 
     def forward(self, x: Any) -> Any:
-        return 2 * super().forward(x)
+        return 2 * cast(Any, super()).forward(x)
 
 
 def with_changed_layers(model: PreTrainedModel) -> PreTrainedModel:
