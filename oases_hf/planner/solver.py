@@ -16,7 +16,6 @@ from ..plan import Recompute
 from .dual import Dual, bound
 from .feasible import graphs, infeasible
 from .graph import Graph, Path
-from .ilp import solve_ilp
 from .prediction import Prediction, predict
 from .problem import GIB, Mode, Problem, ShardOptimizer
 from .search import MAX_LABELS, search
@@ -119,6 +118,8 @@ def _parts(problem: Problem) -> list[_Part]:
 
 def _by_ilp(part: _Part, lower_ms: float, best: _Best, gap: float, time_limit_s: float) -> tuple[_Best, float, str]:
     """What the ILP makes of a part that the search left open: the best plan, the part's bound, the solver."""
+    from .ilp import solve_ilp  # seldom needed, and slow to import
+
     start = best.path if best.part is part else part.dual.path
     answer = solve_ilp(part.graph, part.capacity, part.dual.price, start, gap, max(time_limit_s, 1.0))
     ms = part.graph.path_ms(answer.path)

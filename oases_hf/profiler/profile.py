@@ -8,12 +8,12 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -133,7 +133,7 @@ def fingerprint(
         "link": f"{dist.get_backend() if dist.is_initialized() else 'none'}, "
         + ", ".join(f"{name}={os.environ.get(name, '')}" for name in ("NCCL_P2P_DISABLE", "GLOO_SOCKET_IFNAME")),
         "workload": repr(workload),
-        "versions": ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "oases-hf")),
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
     }
 
 

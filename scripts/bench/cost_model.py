@@ -119,7 +119,7 @@ def measure(options: argparse.Namespace, plan: Plan) -> float:
         if accelerator.device.type == "cuda":
             torch.cuda.synchronize()
         times.append((time.perf_counter() - start) * 1e3)
-    slowest = torch.tensor([statistics.median(times[WARM_UP:])])
+    slowest = torch.tensor([statistics.median(times[WARM_UP:])], device=accelerator.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(slowest)
 
