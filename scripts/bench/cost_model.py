@@ -127,18 +127,18 @@ def measure(options: argparse.Namespace, plan: Plan) -> float:
 def drawn(problem: Problem, model: str, count: int) -> Iterator[Plan]:
     """Plans drawn at random from those that fit, the same ones every time."""
     draw, blocks = random.Random(SEED), len(problem.blocks)
-    tried, found = 0, 0
-    while found < count:
+    tried, found = 0, set[Plan]()
+    while len(found) < count:
         tried += 1
         if tried > 1000 * count:
-            raise SystemExit(f"only {found} of {tried} random plans fit; raise --memory-mib")
+            raise SystemExit(f"only {len(found)} of {tried} random plans fit; raise --memory-mib")
         # Each plan has a share of its own of every degree and of blocks that are not recomputed.
         weights, kept = [draw.random() ** 2 for _ in problem.choosable_degrees], draw.random() ** 2
         degrees = tuple(draw.choices(problem.choosable_degrees, weights, k=blocks))
         recompute = tuple(draw.choices(RECOMPUTE, (1 - kept, kept), k=blocks))
         plan = Plan(model, problem.costs.tmp_size, degrees, "oases", draw.choice(SUB_BATCHES), recompute)
-        if predicted(problem, plan).memory.total <= problem.memory_limit_gib * GIB:
-            found += 1
+        if plan not in found and predicted(problem, plan).memory.total <= problem.memory_limit_gib * GIB:
+            found.add(plan)
             yield plan
 
 
