@@ -13,14 +13,15 @@ from scripts.bench.cost_model import spearman
 from ..launch import launch
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "bench" / "cost_model.py"
-SIZES = "--hidden 32 --heads 4 --ffn 64 --layers 2 --seq 16 --batch 4 --vocab 64".split()
+SIZES = {"hidden": 32, "heads": 4, "ffn": 64, "layers": 2, "seq": 16, "batch": 4, "vocab": 64}
 
 
 @pytest.mark.dist
 def test_it_compares_predicted_and_measured_times(tmp_path: Path) -> None:
     rows = tmp_path / "rows.json"
+    sizes = [str(part) for name, size in SIZES.items() for part in (f"--{name}", size)]
     few = ("--plans", "3", "--steps", "1", "--accumulation", "1", "--memory-mib", "20")
-    first, second = launch(2, [SCRIPT, *SIZES, *few, "--json", rows, "--png", tmp_path / "plot.png"], timeout_s=240)
+    first, second = launch(2, [SCRIPT, *sizes, *few, "--json", rows, "--png", tmp_path / "plot.png"], timeout_s=240)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     names = [row["name"] for row in json.loads(rows.read_text())]
     assert names == ["planned", "degree 1", "degree 2", "random 0", "random 1", "random 2"]
