@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from .errors import ConfigError
-from .plan import Plan, Recompute, check_schedule_name
+from .plan import Plan, Recompute, ShardOptimizer, check_schedule_name
 
 
 def _flag(text: str) -> bool:
@@ -32,6 +32,7 @@ _READ: dict[str, Callable[[str], Any]] = {
     "sequence_length": int,
     "defer_weight_grads": _flag,
     "gather_logits": _flag,
+    "shard_optimizer": str,
     "plan": str,
 }
 
@@ -52,8 +53,12 @@ class OasesConfig:
             that backward needs; ``auto`` (default with ``degree="auto"``): as planned, for each block.
         defer_weight_grads: compute weight gradients while the all-reduce of the input's gradient runs.
         gather_logits: return whole logits when training with labels (default: ``logits`` is None).
-        plan: a Plan, or the path of its JSON file, instead of ``degree``, ``schedule``, ``sub_batches`` and
-            ``recompute``.
+        shard_optimizer: of what several ranks hold alike (blocks of low degree, data parallelism), who keeps the
+            optimizer's state. ``off`` (default): all of them. ``keep`` (or True): one of them, to whom the others hand
+            their gradients once a step. ``reduce``: likewise, at every micro-batch: fewer bytes, more traffic. With
+            ``degree="auto"`` the planner chooses, unless told.
+        plan: a Plan, or the path of its JSON file, instead of ``degree``, ``schedule``, ``sub_batches``,
+            ``recompute`` and ``shard_optimizer``.
         memory_gib: with ``degree="auto"``, what a rank may use, in GiB. Default: nearly all of its device.
         batch_size: with ``degree="auto"``, rows of a micro-batch; OasesCallback knows it.
         sequence_length: with ``degree="auto"``, tokens of a row; OasesCallback looks at the first sample.
@@ -69,6 +74,7 @@ class OasesConfig:
     recompute: str | None = None
     defer_weight_grads: bool | None = None
     gather_logits: bool | None = None
+    shard_optimizer: str | bool | None = None
     plan: Plan | str | Path | None = None
     memory_gib: float | None = None
     batch_size: int | None = None
@@ -79,6 +85,8 @@ class OasesConfig:
         for setting in fields(self):
             if getattr(self, setting.name) is None:
                 setattr(self, setting.name, _from_environment(setting.name))
+        if isinstance(self.shard_optimizer, bool):
+            self.shard_optimizer = "keep" if self.shard_optimizer else "off"
         if self.plan is not None:
             self._check_alone_with_plan()
         if isinstance(self.degree, str) and self.degree != "auto":
@@ -93,6 +101,8 @@ class OasesConfig:
             raise ConfigError(
                 f"degree={self.degree} does not divide tmp_size={self.tmp_size}; choose a divisor of {self.tmp_size}"
             )
+        if self.shard_optimizer not in (None, *get_args(ShardOptimizer)):
+            raise ConfigError(f"shard_optimizer={self.shard_optimizer!r}; choose off, keep or reduce")
 
     def _check_planned(self) -> None:
         """What goes with ``degree="auto"`` only, and what does not."""
@@ -106,9 +116,8 @@ class OasesConfig:
             raise ConfigError(f"memory_gib={self.memory_gib:g}; give what a rank may use, in GiB")
 
     def _check_alone_with_plan(self) -> None:
-        clashing = [
-            name for name in ("degree", "schedule", "sub_batches", "recompute") if getattr(self, name) is not None
-        ]
+        held = ("degree", "schedule", "sub_batches", "recompute", "shard_optimizer")
+        clashing = [name for name in held if getattr(self, name) is not None]
         if clashing:
             raise ConfigError(f"plan and {clashing[0]} are both set; the plan holds {clashing[0]}: leave one out")
 

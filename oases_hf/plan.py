@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from .errors import ConfigError
 
 Recompute = Literal["full", "none"]
+ShardOptimizer = Literal["off", "keep", "reduce"]
 ScheduleName = Literal["megatron", "wang", "merak", "cross_pass", "oases"]
 SCHEDULE_NAMES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
@@ -36,6 +37,8 @@ class Plan:
         sub_batches: into how many parts a batch is split.
         recompute: for each block, ``full``: its input is kept and the rest recomputed in backward; ``none``: all that
             backward needs is kept. Empty: ``full`` for all.
+        shard_optimizer: of what several ranks hold alike, who keeps the optimizer's state: ``off``: all of them; else
+            one of them, to whom gradients go at the last micro-batch of a step (``keep``) or at each (``reduce``).
     """
 
     model: str
@@ -44,6 +47,7 @@ class Plan:
     schedule: ScheduleName = "oases"
     sub_batches: int = 2
     recompute: tuple[Recompute, ...] = ()
+    shard_optimizer: ShardOptimizer = "off"
 
     def __post_init__(self) -> None:
         """Refuse what no ranks can do; raises ConfigError."""
@@ -64,6 +68,8 @@ class Plan:
             object.__setattr__(self, "recompute", ("full",) * len(self.degrees))
         if len(self.recompute) != len(self.degrees) or not set(self.recompute) <= set(get_args(Recompute)):
             raise ConfigError(f"recompute {self.recompute} of {len(self.degrees)} blocks; give each `full` or `none`")
+        if self.shard_optimizer not in get_args(ShardOptimizer):
+            raise ConfigError(f"shard_optimizer={self.shard_optimizer!r}; choose off, keep or reduce")
 
     @property
     def graphs_kept(self) -> frozenset[int]:
@@ -80,6 +86,8 @@ class Plan:
         return (
             f"degree {counts}" + f", {kept} of them not recomputed" * (kept > 0) + f"; schedule {self.schedule}, "
             f"{self.sub_batches} sub-batch{'es' * (self.sub_batches > 1)}"
+            + f"; optimizer state owned once ({self.shard_optimizer})"
+            * (self.shard_optimizer != "off")
         )
 
     def check(self, model: str, blocks: int, tmp_size: int) -> None:

@@ -14,7 +14,7 @@ from oases_hf import Plan
 from oases_hf.convert import block_count, convert, describe
 from oases_hf.models.converted import Converted, converted
 from oases_hf.parallel.mesh import Mesh
-from oases_hf.plan import Recompute, ScheduleName
+from oases_hf.plan import Recompute, ScheduleName, ShardOptimizer
 
 from .parity import float64_math
 from .reference import label_count, loss_of
@@ -29,11 +29,12 @@ def parallel(
     *,
     degrees: Sequence[int] | None = None,
     recompute: Sequence[Recompute] = (),
+    shard_optimizer: ShardOptimizer = "off",
     **options: Any,
 ) -> Converted:
     """Convert the model, at a uniform degree unless told."""
     degrees = (tmp_size,) * block_count(model) if degrees is None else tuple(degrees)
-    plan = Plan(describe(model), tmp_size, degrees, schedule, sub_batches, tuple(recompute))
+    plan = Plan(describe(model), tmp_size, degrees, schedule, sub_batches, tuple(recompute), shard_optimizer)
     return convert(model, Mesh.build(tmp_size), plan, **options)
 
 
@@ -76,8 +77,18 @@ def full(model: PreTrainedModel, local: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def full_gradients(model: PreTrainedModel) -> dict[str, Tensor]:
-    """The full gradients by name; frozen parameters have none."""
-    return full(model, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    """The full gradients by name; frozen parameters have none. Those of owners alone are theirs."""
+    owners = converted(model).gradients.ownership.owners
+    local = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    everyone: list[dict[str, Tensor]] = [{}]
+    if owners:
+        everyone = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, local)
+    for name, parameter in model.named_parameters():
+        if parameter in owners and name in everyone[owners[parameter]]:
+            assert (name in local) == (owners[parameter] == dist.get_rank()), f"{name}: only the owner keeps it"
+            local[name] = everyone[owners[parameter]][name]
+    return full(model, {name: local[name] for name, _ in model.named_parameters() if name in local})
 
 
 def full_parameters(model: PreTrainedModel) -> dict[str, Tensor]:

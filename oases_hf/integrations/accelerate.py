@@ -26,7 +26,7 @@ from ..models.converted import Converted
 from ..parallel.mesh import Mesh
 from .evaluation import gathering
 from .leaving import end_quietly
-from .optimizers import check_steps, common_scaler, scheduling
+from .optimizers import common_scaler, scheduling, watch_steps
 from .overrides import override
 from .planning import plan_for
 
@@ -80,7 +80,7 @@ class OasesPlugin(OasesConfig):
         _tell_accelerate(accelerator, model, mesh)
         _take_over(accelerator, model, state)
         if mesh.world.size > 1:
-            check_steps(state)
+            watch_steps(state)
         end_quietly()
         if mesh.world.rank == 0:
             print(banner(model, state), flush=True)
@@ -206,11 +206,14 @@ def _backward(accelerator: Accelerator, model: PreTrainedModel, state: Converted
 
     def backward(loss: Tensor, **kwargs: Any) -> None:
         stepping = accelerator.sync_gradients and not held
-        state.gradients.reopen()
-        state.stack.reduce_now = stepping
+        gradients = state.gradients
+        gradients.reopen()
+        state.stack.reduce_now = stepping or gradients.eager
         own(loss, **kwargs)
         if stepping:
-            state.gradients.finish()
+            gradients.finish()
+        elif gradients.eager:
+            gradients.hand_over()
 
     object.__setattr__(model, "no_sync", no_sync)
     return backward

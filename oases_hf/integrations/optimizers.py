@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
+from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.lr_scheduler import LRScheduler
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..errors import BackwardError, ConfigError
 from ..models.converted import Converted
@@ -26,10 +27,10 @@ _WHOLE = "adafactor muon lbfgs galore apollo lomo 8bit 4bit stableadamw grokadam
 NOT_ELEMENTWISE = frozenset(_WHOLE.split())
 
 
-def check_steps(state: Converted) -> None:
-    """Have every optimizer of this process checked before it steps, if it holds parameters of this model.
+def watch_steps(state: Converted) -> None:
+    """Check every optimizer of this process before it steps, and spread what it stepped, if it holds this model's.
 
-    The step then raises ConfigError for an optimizer that was made before the model was sharded, or
+    The step raises ConfigError for an optimizer that was made before the model was sharded, or
     that looks at whole tensors, and BackwardError for gradients that are not summed over the ranks.
     """
     living = weakref.ref(state)  # the hook outlives the model
@@ -49,18 +50,30 @@ def check_steps(state: Converted) -> None:
             return
         if optimizer not in seen:
             seen.add(optimizer)
-            _check_kind(type(optimizer))
+            _check_kind(type(optimizer), owned=bool(state.gradients.ownership.owners))
         if not state.gradients.complete:
             raise BackwardError(
                 "an optimizer steps on gradients that were never summed over the ranks; call "
                 "accelerator.backward(loss), not loss.backward(), and step when accelerator.sync_gradients is true"
             )
 
+    def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        state = living()
+        overflow = getattr(optimizer, "found_inf", None)  # left by a scaler to fused kernels, which then do nothing
+        if state is not None and not (overflow is not None and overflow.item()):
+            state.gradients.ownership.broadcast(p for group in optimizer.param_groups for p in group["params"])
+
     register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_post_hook(after_step)
 
 
-def _check_kind(kind: type[torch.optim.Optimizer]) -> None:
+def _check_kind(kind: type[torch.optim.Optimizer], owned: bool) -> None:
     name = kind.__name__
+    if owned and "schedulefree" in name.lower():
+        raise ConfigError(
+            f"{name} changes parameters between training and evaluation by its state, which with shard_optimizer only "
+            f"their owners have; leave shard_optimizer off, or use AdamW or SGD, for example"
+        )
     if any(part in name.lower() for part in NOT_ELEMENTWISE):
         raise ConfigError(f"{name} looks at whole tensors, and ranks hold parts of them; use AdamW or SGD, for example")
     if not kind.__module__.startswith("torch.optim"):
@@ -87,10 +100,28 @@ def scheduling(accelerator: Accelerator, worlds: int) -> Callable[[LRScheduler],
     return prepare_scheduler
 
 
+class _CommonScaler(ShardedGradScaler):
+    """Agrees on overflows for fused optimizers too.
+
+    For these, torch's looks at this rank's gradients alone when nothing was clipped, and else hands the kernels a
+    figure of a shape that they fail on.
+    """
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        super().unscale_(optimizer)
+        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        found.update({device: overflow.squeeze() for device, overflow in found.items()})
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        if self._enabled and self._per_optimizer_states[id(optimizer)]["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        return super().step(optimizer, *args, **kwargs)
+
+
 def common_scaler(accelerator: Accelerator) -> torch.amp.GradScaler:
-    """A gradient scaler whose ranks skip a step together."""
+    """A gradient scaler whose ranks skip a step together, those too that own no gradient."""
     own = accelerator.scaler
-    return ShardedGradScaler(
+    return _CommonScaler(
         device=accelerator.device.type,
         init_scale=own._init_scale,
         growth_factor=own._growth_factor,

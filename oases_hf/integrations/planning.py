@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from ..config import OasesConfig
 from ..convert import block_count, describe
 from ..errors import ConfigError
 from ..parallel.mesh import Mesh
-from ..plan import Plan, Recompute, check_schedule_name
+from ..plan import Plan, Recompute, ShardOptimizer, check_schedule_name
 from ..planner import Problem, Solution, explain, solve
 from ..profiler import Architecture, Workload, profile
 from ..schedule import kind
@@ -41,7 +42,20 @@ def _uniform(model: PreTrainedModel, mesh: Mesh, config: OasesConfig) -> Plan:
     degree = config.degree if isinstance(config.degree, int) else mesh.tmp.size
     blocks = block_count(model)
     recompute: Recompute = "none" if config.recompute == "none" else "full"
-    return Plan(describe(model), mesh.tmp.size, (degree,) * blocks, schedule, sub_batches, (recompute,) * blocks)
+    return Plan(
+        describe(model),
+        mesh.tmp.size,
+        (degree,) * blocks,
+        schedule,
+        sub_batches,
+        (recompute,) * blocks,
+        _shard_optimizer(config) or "off",
+    )
+
+
+def _shard_optimizer(config: OasesConfig) -> ShardOptimizer | None:
+    """What was asked for, if anything."""
+    return next((known for known in get_args(ShardOptimizer) if known == config.shard_optimizer), None)
 
 
 def _planned(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh, config: OasesConfig) -> Plan:
@@ -67,6 +81,7 @@ def _planned(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh, confi
         accelerator.gradient_accumulation_steps,
         tuple(n for n in numbers if n <= workload.rows),
         "full" if recompute == "full" else "none" if recompute == "none" else "auto",
+        (asked,) if (asked := _shard_optimizer(config)) else get_args(ShardOptimizer),
     )
     answer = _Answer.of(problem, model) if mesh.world.rank == 0 else _Answer()
     told = [answer]
@@ -105,6 +120,7 @@ def plan_of(solution: Solution, model: str) -> Plan:
         "oases",
         solution.sub_batches,
         solution.recompute,
+        solution.shard_optimizer,
     )
 
 

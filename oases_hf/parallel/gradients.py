@@ -3,20 +3,23 @@
 Within a TMP world, gradients of parameters that several ranks hold but each sees only a share of
 (``Layout.partial_grad``) are summed through one flat bucket. Those of a block of low degree are summed
 over its replicas, which saw different rows. Across data-parallel ranks every gradient is averaged, as
-DistributedDataParallel would. Sum and average are one all-reduce; those of a block start as soon as its
-backward is done, when the executor says so.
+DistributedDataParallel would. Sum and average are one all-reduce, or one reduce where a parameter has an
+owner; those of a block start as soon as its backward is done, when the executor says so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import reduce
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import BackwardError, ConfigError
+from ..plan import ShardOptimizer
 from .mesh import Axis, Mesh, Pending
+from .ownership import Ownership
 from .sharding import Layout
 
 
@@ -26,19 +29,34 @@ class GradientSync:
     Args:
         mesh: the ranks.
         layouts: every parameter of the model and how it is spread over the TMP world.
+        shard_optimizer: as a plan has it. Only parts have owners. What a rank holds whole (norms, biases, positions)
+            is small, and stays the same on all ranks of a TMP world to the last bit only if all do the same sums.
 
     Attributes:
         complete: no gradient is a rank's share of a sum, or of an average.
         early: reductions may start before :meth:`finish`.
+        eager: gradients go to their owners after every backward, with :meth:`hand_over` where it is not the last.
+        ownership: which rank keeps which gradient, where not all that hold the parameter do.
     """
 
-    def __init__(self, mesh: Mesh, layouts: Mapping[nn.Parameter, Layout]) -> None:
+    def __init__(
+        self, mesh: Mesh, layouts: Mapping[nn.Parameter, Layout], shard_optimizer: ShardOptimizer = "off"
+    ) -> None:
         self.mesh = mesh
         self.layouts = layouts
         self.complete = True
         self.early = True
+        self.eager = shard_optimizer == "reduce"
+        self.ownership = Ownership({} if shard_optimizer == "off" else self._replicated(), mesh.world.rank)
         self._pending: dict[nn.Parameter, tuple[Pending, int]] = {}
-        self._finished = False
+        self._settled: dict[nn.Parameter, int | None] = {}
+        self._whole: set[nn.Parameter] = set()
+
+    def _replicated(self) -> dict[nn.Parameter, Axis]:
+        """The parts that several ranks hold and train, and which; what is unfrozen later has no owner."""
+        parts = {parameter: x for parameter, x in self.layouts.items() if x.sharded and not x.partial_grad}
+        axes = {parameter: self.replicas(layout) for parameter, layout in parts.items() if parameter.requires_grad}
+        return {parameter: axis for parameter, axis in axes.items() if axis.size > 1}
 
     def begin(self) -> None:
         """Note that a backward adds shares to gradients, which :meth:`finish` has to complete."""
@@ -49,31 +67,44 @@ class GradientSync:
         self.early = False
 
     def reopen(self) -> None:
-        """Let another backward add to gradients that are finished; call it before each, it does nothing otherwise."""
+        """Let another backward add to gradients that are whole; call it before each, it does nothing otherwise."""
         for work, _ in self._pending.values():  # of a step whose backward failed
             work.wait()
         self._pending.clear()
-        if not self._finished:
+        self._settled.clear()
+        whole, self._whole = self._whole, set()
+        for parameter in whole:
+            if parameter.grad is not None:
+                self._reopen(parameter, parameter.grad)
+
+    def _reopen(self, parameter: nn.Parameter, grad: Tensor) -> None:
+        """Make a whole gradient a share of a sum again: the next sum would count it as often as it is held."""
+        tmp, layout = self.mesh.tmp, self.layouts[parameter]
+        if parameter in self.ownership.owners:
+            if self.mesh.data.size > 1:  # the owner alone has it, and the next average would divide it
+                grad.mul_(self.mesh.data.size)
             return
-        self._finished = False
-        tmp = self.mesh.tmp
-        for parameter, layout in self.layouts.items():
-            shares = layout.holders(tmp.rank, tmp.size) if layout.partial_grad else layout.replicas
-            if shares > 1 and parameter.grad is not None:
-                # Shares of a sum again: of whole gradients, the next sum would count each as often.
-                parameter.grad.div_(shares)
+        shares = layout.holders(tmp.rank, tmp.size) if layout.partial_grad else layout.replicas
+        if shares > 1:
+            grad.div_(shares)
 
     def start(self, parameters: Iterable[nn.Parameter]) -> None:
         """Start to sum the gradients of ``parameters`` over replicas, and to average them over data-parallel ranks."""
         if not self.early:
             return
-        for parameter in parameters:
-            if parameter.grad is not None and not self.layouts[parameter].partial_grad:
-                self._start(parameter, parameter.grad)
+        if self.eager:
+            self._settle()  # the block before: gradients are to be freed while others are computed
+        self._start_all(parameters, owned_only=self.eager)
 
     def replicas(self, layout: Layout) -> Axis:
         """The ranks that hold the same part of a parameter and work on other rows."""
         return self.mesh.axis(self.mesh.world.size, self.mesh.tmp.size // layout.replicas)
+
+    def _start_all(self, parameters: Iterable[nn.Parameter], owned_only: bool) -> None:
+        for parameter in parameters:
+            wanted = parameter in self.ownership.owners or not (owned_only or self.layouts[parameter].partial_grad)
+            if wanted and parameter.grad is not None:
+                self._start(parameter, parameter.grad)
 
     def _start(self, parameter: nn.Parameter, grad: Tensor) -> None:
         axis = self.replicas(self.layouts[parameter])
@@ -81,27 +112,48 @@ class GradientSync:
             return
         if self.mesh.data.size > 1:
             grad.div_(self.mesh.data.size)
-        self._pending[parameter] = axis.start_all_reduce(grad), grad._version
+        owner = self.ownership.owners.get(parameter)
+        work = axis.start_all_reduce(grad) if owner is None else axis.start_reduce(grad, owner)
+        self._pending[parameter] = work, grad._version
 
-    def finish(self) -> None:
-        """Make every gradient what one process would have, after a step's last backward."""
-        self._agree_on_missing()
-        self._sum_partial()
-        for parameter, layout in self.layouts.items():
-            if parameter.grad is not None and parameter not in self._pending and not layout.partial_grad:
-                self._start(parameter, parameter.grad)
+    def _settle(self) -> None:
+        """Await what was started, and free what other ranks own."""
         pending, self._pending = self._pending, {}
         for parameter, (work, version) in pending.items():
             work.wait()
-            if parameter.grad is None or parameter.grad._version != version:
-                raise BackwardError(
-                    "a gradient changed after its reduction over other ranks had started; add terms of the "
-                    "loss that do not go through the model in a backward of their own, before the model's"
-                )
-        self._finished = self.complete = self.early = True
+            _check_unchanged(parameter, version)
+            if self.ownership.elsewhere(parameter):
+                parameter.grad = None
+            self._settled[parameter] = _version(parameter)
+
+    def finish(self) -> None:
+        """Make every gradient what one process would have, after a step's last backward.
+
+        Of a parameter that has an owner, only the owner then has a gradient.
+        """
+        self._agree_on_missing()
+        self._sum_partial()
+        self._reduce_rest(owned_only=False)
+        self.complete = True
+
+    def hand_over(self) -> None:
+        """Give the gradients of a backward that is not the step's last to their owners, and free those of others."""
+        self._agree_on_missing()
+        self._reduce_rest(owned_only=True)
+
+    def _reduce_rest(self, owned_only: bool) -> None:
+        """Complete the gradients whose reduction has started, and the others but for those of the bucket."""
+        begun = {*self._pending, *self._settled}
+        self._start_all([parameter for parameter in self.layouts if parameter not in begun], owned_only)
+        self._settle()
+        settled, self._settled = self._settled, {}
+        for parameter, version in settled.items():
+            _check_unchanged(parameter, version)
+        self._whole.update(settled)
+        self.early = True
 
     def _agree_on_missing(self) -> None:
-        """Give a zero gradient to parameters that some other rank has a gradient of."""
+        """Give a zero gradient to parameters that some other rank has a gradient of, and not because it owns them."""
         control = self.mesh.control
         if control.group is None:
             return
@@ -109,7 +161,7 @@ class GradientSync:
         present = torch.tensor([parameter.grad is not None for parameter in trainable], dtype=torch.uint8)
         control.all_reduce(present, dist.ReduceOp.MAX)
         for parameter, somewhere in zip(trainable, present.tolist(), strict=True):
-            if somewhere and parameter.grad is None:
+            if somewhere and parameter.grad is None and parameter not in self._settled:
                 parameter.grad = torch.zeros_like(parameter)
 
     def _sum_partial(self) -> None:
@@ -119,25 +171,37 @@ class GradientSync:
         for parameter, layout in self.layouts.items():
             if layout.partial_grad and parameter.grad is not None:
                 by_dtype.setdefault(parameter.grad.dtype, []).append((parameter.grad, layout))
+                self._whole.add(parameter)
         for shares in by_dtype.values():
             _sum_bucket(shares, self.mesh)
 
     def norm(self, parameters: Iterable[nn.Parameter], norm_type: float = 2.0) -> Tensor:
         """The norm of the gradients of ``parameters`` as one process would compute it, the same on every rank.
 
-        A parameter that several ranks of the TMP world hold counts once.
+        A parameter that several ranks hold counts once.
         """
-        tmp = self.mesh.tmp
-        grads = [(p.grad, self.layouts[p].holders(tmp.rank, tmp.size)) for p in parameters if p.grad is not None]
-        if not grads:
+        parameters = list(parameters)
+        if not parameters:
             return torch.tensor(0.0)
-        wide = [torch.promote_types(grad.dtype, torch.float32) for grad, _ in grads]
-        each = torch._foreach_norm([grad for grad, _ in grads], norm_type)
-        norms = torch.stack([norm.to(dtype) for norm, dtype in zip(each, wide, strict=True)])
+        # A rank that owns nothing has no gradient to tell the type by.
+        dtype = reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
+        total = torch.zeros((), dtype=dtype, device=parameters[0].device)
+        held = [(p.grad, self._gradients_of(p)) for p in parameters if p.grad is not None]
+        if held:
+            each = torch._foreach_norm([grad for grad, _ in held], norm_type)
+            norms = torch.stack([norm.to(dtype) for norm in each])
+            counts = torch.tensor([n for _, n in held], dtype=dtype, device=norms.device)
+            total = norms.max() if norm_type == torch.inf else (norms**norm_type / counts).sum()
         if norm_type == torch.inf:
-            return tmp.all_reduce(norms.max(), dist.ReduceOp.MAX)
-        holders = torch.tensor([n for _, n in grads], dtype=norms.dtype, device=norms.device)
-        return tmp.all_reduce((norms**norm_type / holders).sum()) ** (1.0 / norm_type)
+            return self.mesh.world.all_reduce(total, dist.ReduceOp.MAX)
+        return self.mesh.world.all_reduce(total) ** (1.0 / norm_type)
+
+    def _gradients_of(self, parameter: nn.Parameter) -> int:
+        """How many ranks have the same gradient as this one, itself included."""
+        tmp = self.mesh.tmp
+        if parameter in self.ownership.owners:
+            return 1
+        return self.layouts[parameter].holders(tmp.rank, tmp.size) * self.mesh.data.size
 
     def clip(self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients of ``parameters`` so that their norm is at most ``max_norm``; returns the norm before.
@@ -155,6 +219,19 @@ class GradientSync:
         total = self.norm(parameters, norm_type)
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
         return total
+
+
+def _version(parameter: nn.Parameter) -> int | None:
+    return None if parameter.grad is None else parameter.grad._version
+
+
+def _check_unchanged(parameter: nn.Parameter, version: int | None) -> None:
+    """Raise BackwardError unless the gradient is the one that was reduced, or was freed then."""
+    if _version(parameter) != version:
+        raise BackwardError(
+            "a gradient changed after its reduction over other ranks had started; add terms of the "
+            "loss that do not go through the model in a backward of their own, before the model's"
+        )
 
 
 def _sum_bucket(shares: list[tuple[Tensor, Layout]], mesh: Mesh) -> None:

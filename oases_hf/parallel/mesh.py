@@ -123,11 +123,25 @@ class Axis:
         work: Pending = _gather(whole, part.contiguous(), group=self.group, async_op=True)
         return whole, work
 
+    def start_reduce(self, tensor: Tensor, owner: int) -> Pending:
+        """Start summing ``tensor`` on the rank ``owner`` of the world; what other ranks then have is undefined."""
+        if self.group is None:
+            return DONE
+        self.traffic.count(tensor)
+        work: Pending = dist.reduce(tensor, dst=owner, group=self.group, async_op=True)
+        return work
+
+    def start_broadcast(self, tensor: Tensor, owner: int) -> Pending:
+        """Start overwriting ``tensor`` with that of the rank ``owner`` of the world."""
+        if self.group is None:
+            return DONE
+        self.traffic.count(tensor)
+        work: Pending = dist.broadcast(tensor, src=owner, group=self.group, async_op=True)
+        return work
+
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrite ``tensor`` with that of the axis' first rank; returns it."""
-        if self.group is not None:
-            self.traffic.count(tensor)
-            dist.broadcast(tensor, src=self.ranks[0], group=self.group)
+        self.start_broadcast(tensor, self.ranks[0]).wait()
         return tensor
 
 

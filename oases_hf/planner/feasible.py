@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import get_args
 
+from ..plan import ShardOptimizer
 from .graph import Graph, build
-from .problem import GIB, Problem, ShardOptimizer, chains
+from .problem import GIB, Problem, chains
 from .terms import Terms
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from ..errors import ConfigError
-from ..plan import Recompute
-from .problem import Choice, Mode, Problem, ShardOptimizer, is_chain
+from ..plan import Recompute, ShardOptimizer
+from .problem import Choice, Mode, Problem, is_chain
 from .terms import BlockTerms, Terms
 
 

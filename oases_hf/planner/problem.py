@@ -9,9 +9,8 @@ from typing import Literal, get_args
 
 from ..costs import CostTable, KindCosts
 from ..errors import ConfigError
-from ..plan import Recompute
+from ..plan import Recompute, ShardOptimizer
 
-ShardOptimizer = Literal["off", "keep", "reduce"]
 Objective = Literal["overlap", "no_overlap"]
 GIB = 2**30
 

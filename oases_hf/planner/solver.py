@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import ConfigError
-from ..plan import Recompute
+from ..plan import Recompute, ShardOptimizer
 from .dual import Dual, bound
 from .feasible import graphs, infeasible
 from .graph import Graph, Path
 from .prediction import Prediction, predict
-from .problem import GIB, Mode, Problem, ShardOptimizer
+from .problem import GIB, Mode, Problem
 from .search import MAX_LABELS, search
 
 Status = Literal["optimal", "within_gap", "time_limit"]

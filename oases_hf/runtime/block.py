@@ -5,7 +5,7 @@ Shapes: B batch, S sequence, H hidden; b is the part of B that a sub-batch is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -102,10 +102,18 @@ class Rows:
     multiple: int
     between: Mapping[int, Axis]
 
-    def fill(self, x: Tensor) -> Tensor:
-        """``x``, ``[b, …]``, with as many more rows of zeros as it takes."""
-        missing = -x.shape[0] % self.multiple
-        return torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) if missing else x
+    def split(self, x: Tensor, sub_batches: int) -> list[Tensor]:
+        """The sub-batches of ``x``, ``[B, …]``, each with as many more rows of zeros as it takes."""
+        return [self._filled(part) for part in x.tensor_split(sub_batches)]
+
+    def _filled(self, part: Tensor) -> Tensor:
+        missing = -part.shape[0] % self.multiple
+        return torch.cat([part, part.new_zeros(missing, *part.shape[1:])]) if missing else part
+
+    def join(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
+        """The inverse of :meth:`split`, for what was made of the sub-batches of ``like``."""
+        sizes = [len(part) for part in like.tensor_split(len(parts))]
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     def part(self, x: Tensor, block: int) -> Tensor:
         """This rank's rows of ``x``, ``[b, …]``, at ``block``."""

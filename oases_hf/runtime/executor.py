@@ -45,12 +45,12 @@ class Run:
     """The tensors of one forward and its backward.
 
     Args:
-        blocks: the blocks, in order.
+        blocks: in order.
         ready: the schedule.
         rows: how rows are spread over blocks of different degrees.
         gradients: who completes gradients across replicas.
         seeds: of dropout, if any.
-        watch: called with each instruction; what it returns is entered while that runs.
+        watch: makes a context for each instruction.
     """
 
     def __init__(
@@ -85,27 +85,25 @@ class Run:
     @property
     def kept_bytes(self) -> int:
         """The bytes of the block inputs that are kept for recompute now."""
-        storages = {x.untyped_storage() for x in (*self._inputs.values(), *self._joins.values())}
-        return sum(storage.nbytes() for storage in storages)
+        kept = {x.untyped_storage() for x in (*self._inputs.values(), *self._joins.values())}
+        return sum(storage.nbytes() for storage in kept)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Run the forward half on ``[B, S, H]``."""
         self._autocast = Autocast.of(hidden.device.type)
-        parts = hidden.tensor_split(self._sub_batches)
-        for k, part in enumerate(parts):
-            self._hidden[0, k] = self._rows.fill(part)
+        for k, part in enumerate(self._rows.split(hidden, self._sub_batches)):
+            self._hidden[0, k] = part
         self._execute("forward", self._ready.schedule.forward)
         last = len(self._blocks)
-        # Popped, not read: a run that held its output would be in a cycle with the autograd node.
-        return torch.cat([self._hidden.pop((last, k))[: len(part)] for k, part in enumerate(parts)])
+        # Popped, else the run would hold its output: a cycle with the autograd node.
+        return self._rows.join([self._hidden.pop((last, k)) for k in range(self._sub_batches)], hidden)
 
     def backward(self, grad: Tensor, ops: Sequence[Instruction]) -> Tensor:
         """Run ``ops``, a backward half, on the gradient of the output, ``[B, S, H]``; returns that of the input."""
-        parts = grad.tensor_split(self._sub_batches)
-        for k, part in enumerate(parts):
-            self._grads[k] = self._rows.fill(part)
+        for k, part in enumerate(self._rows.split(grad, self._sub_batches)):
+            self._grads[k] = part
         self._execute("backward", ops)
-        return torch.cat([self._grads.pop(k)[: len(part)] for k, part in enumerate(parts)])
+        return self._rows.join([self._grads.pop(k) for k in range(self._sub_batches)], grad)
 
     def _execute(self, half: str, ops: Sequence[Instruction]) -> None:
         for position, op in enumerate(ops):
@@ -113,9 +111,8 @@ class Run:
                 with self._watch(op):
                     self._step(op)
             except Exception as error:
-                block = min(block_of(op), len(self._blocks) - 1)  # behind the last, its output moves
-                where = f"{half} schedule, {to_text(op)} of {self._blocks[block].name}"
-                error.add_note(f"{where}: {around(ops, position)}")
+                name = self._blocks[min(block_of(op), len(self._blocks) - 1)].name  # behind the last, its output moves
+                error.add_note(f"{half} schedule, {to_text(op)} of {name}: {around(ops, position)}")
                 raise
 
     def _step(self, op: Instruction) -> None:
@@ -151,10 +148,9 @@ class Run:
         if key in self._ready.kept and not self._from_join(key):
             self._inputs[key] = self._hidden[key]
         if op.keep == "graph":
-            self._record(op, "output", self._hidden[key])
-        else:
-            with torch.no_grad():
-                self._compute(op, "output", self._hidden[key])
+            return self._record(op, "output", self._hidden[key])
+        with torch.no_grad():
+            self._compute(op, "output", self._hidden[key])
 
     def _recompute(self, op: Recompute) -> None:
         key = (op.block, op.sub_batch)

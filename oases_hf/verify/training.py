@@ -95,6 +95,7 @@ def parallel(subject: Subject, device: torch.device) -> tuple[PreTrainedModel, A
         schedule=settings.schedule,
         sub_batches=settings.sub_batches,
         defer_weight_grads=settings.defer_weight_grads or None,
+        shard_optimizer="off",  # gradients are compared on every rank
     )
     with redirect_stdout(io.StringIO()):  # the report says what its banner does
         model = plugin.install(accelerator, subject.make(device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 from pathlib import Path
@@ -22,7 +23,7 @@ from .looping import set_up
 from .test_trainer import check
 
 PLAN = Plan("llama, hidden 32, 2 layers", 2, (2,) * 4, "merak", 3)
-MIXED = Plan("llama, hidden 32, 2 layers", 4, (4, 2, 1, 2), "oases", 2, ("full", "none", "none", "full"))
+MIXED = Plan("llama, hidden 32, 2 layers", 4, (4, 2, 1, 2), "oases", 2, ("full", "none", "none", "full"), "keep")
 
 
 def test_variables_fill_in_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,13 +34,15 @@ def test_variables_fill_in_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> 
         "OASES_RECOMPUTE": "none",
         "OASES_DEFER_WEIGHT_GRADS": "yes",
         "OASES_GATHER_LOGITS": "0",
+        "OASES_SHARD_OPTIMIZER": "reduce",
     }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    expected = OasesConfig(4, None, "wang", 1, "none", True, False)
+    expected = OasesConfig(4, None, "wang", 1, "none", True, False, "reduce")
     assert OasesConfig(sub_batches=1) == expected
     assert vars(OasesPlugin(sub_batches=1)) == vars(expected)
     assert OasesConfig(schedule="merak").schedule == "merak"
+    assert [OasesConfig(shard_optimizer=word).shard_optimizer for word in (True, False)] == ["keep", "off"]
 
 
 # (variables, arguments, what is said)
@@ -54,6 +57,8 @@ REFUSED: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({}, {"degree": 0}, "degree=0; choose 1 or more"),
     ({}, {"tmp_size": 4, "degree": 3}, "degree=3 does not divide tmp_size=4; choose a divisor of 4"),
     ({}, {"recompute": "some"}, "recompute='some'; choose full or none"),
+    ({"OASES_SHARD_OPTIMIZER": "1"}, {}, "shard_optimizer='1'; choose off, keep or reduce"),
+    ({}, {"plan": PLAN, "shard_optimizer": True}, "plan and shard_optimizer are both set; the plan holds shard_optim"),
     ({}, {"schedule": "fast"}, "schedule 'fast' is unknown; choose one of megatron, wang, merak, cross_pass, oases"),
     ({}, {"plan": PLAN, "schedule": "wang"}, "plan and schedule are both set; the plan holds schedule: leave one out"),
     ({"OASES_DEGREE": "2"}, {"plan": PLAN}, "plan and degree are both set; the plan holds degree: leave one out"),
@@ -76,6 +81,8 @@ def test_plans_survive_the_disk(tmp_path: Path) -> None:
     assert Plan.load(path) == PLAN
     assert OasesConfig(plan=str(path)).load_plan() == PLAN
     assert Plan.from_json(MIXED.to_json()) == MIXED
+    old = {name: value for name, value in json.loads(PLAN.to_json()).items() if name != "shard_optimizer"}
+    assert Plan.from_json(json.dumps(old)) == PLAN
     path.write_text('{"degrees": [2, 2]}')
     with pytest.raises(ConfigError, match=r"plan .*plan.json: this is no plan .*write one with Plan.to_json"):
         Plan.load(path)
@@ -88,6 +95,8 @@ def test_a_degree_of_a_plan_divides_its_ranks() -> None:
         Plan("llama", 6, (2, 3))
     with pytest.raises(ConfigError, match=r"recompute \('full',\) of 2 blocks; give each `full` or `none`"):
         Plan("llama", 2, (2, 1), recompute=("full",))
+    with pytest.raises(ConfigError, match=r"shard_optimizer='on'; choose off, keep or reduce"):
+        Plan("llama", 2, (2, 1), shard_optimizer="on")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
@@ -112,7 +121,8 @@ def test_blocks_of_low_degree_train(ranks: Worlds, settings: dict[str, Any]) -> 
 def test_a_plan_in_a_few_words() -> None:
     assert PLAN.summary() == "degree 2 in 4 blocks; schedule merak, 3 sub-batches"
     assert MIXED.summary() == (
-        "degree 4 in 1 block, 2 in 1, 1 in 1, 2 in 1, 2 of them not recomputed; schedule oases, 2 sub-batches"
+        "degree 4 in 1 block, 2 in 1, 1 in 1, 2 in 1, 2 of them not recomputed; schedule oases, 2 sub-batches; "
+        "optimizer state owned once (keep)"
     )
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from oases_hf.costs import Slowdown
 from oases_hf.errors import ConfigError
-from oases_hf.plan import Recompute
+from oases_hf.plan import Recompute, ShardOptimizer
 from oases_hf.planner import Problem, predict
-from oases_hf.planner.problem import Mode, ShardOptimizer, chains
+from oases_hf.planner.problem import Mode, chains
 from oases_hf.planner.terms import Terms
 
 from .examples import by_hand, flat
