@@ -78,7 +78,7 @@ def test_an_answer_that_time_cut_short_is_called_that(monkeypatch: pytest.Monkey
     unlimited = solve(problem).prediction.memory.total
     problem = replace(problem, memory_limit_gib=0.6 * unlimited / GIB)
     monkeypatch.setattr(
-        "oases_hf.planner.solver.solve_ilp",
+        "oases_hf.planner.ilp.solve_ilp",
         lambda graph, capacity, price, start, gap, limit: Answer(start, False, "CBC"),
     )
     solution = solve(problem, max_labels=0)
