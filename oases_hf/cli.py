@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from .commands import plan
 from .verify import command as verify
 
 
@@ -27,7 +28,10 @@ class Command:
     run: Callable[[argparse.Namespace, Sequence[str]], int]
 
 
-COMMANDS = (Command("verify", verify.SUMMARY, verify.add_options, verify.run),)
+COMMANDS = (
+    Command("plan", plan.SUMMARY, plan.add_options, plan.run),
+    Command("verify", verify.SUMMARY, verify.add_options, verify.run),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -9,6 +9,8 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from ..parallel.mesh import note_end
+
 
 @cache
 def end_quietly() -> None:
@@ -26,6 +28,7 @@ def end_quietly() -> None:
 
     def leave() -> None:
         if dist.is_initialized() and not failed:
+            note_end(rank)
             dist.destroy_process_group()
 
     sys.excepthook = hook

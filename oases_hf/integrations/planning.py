@@ -16,7 +16,7 @@ from ..convert import block_count, describe
 from ..errors import ConfigError
 from ..parallel.mesh import Mesh
 from ..plan import Plan, Recompute, ShardOptimizer, check_schedule_name
-from ..planner import Problem, Solution, explain, solve
+from ..planner import Problem, explain, plan_of, solve
 from ..profiler import Architecture, Workload, profile
 from ..schedule import kind
 
@@ -109,19 +109,6 @@ class _Answer:
         except ConfigError as error:
             return cls(None, str(error))
         return cls(plan_of(solution, describe(model)), explain(solution))
-
-
-def plan_of(solution: Solution, model: str) -> Plan:
-    """The plan that ``solution`` found, for what ``describe`` calls ``model``."""
-    return Plan(
-        model,
-        solution.problem.costs.tmp_size,
-        solution.degrees,
-        "oases",
-        solution.sub_batches,
-        solution.recompute,
-        solution.shard_optimizer,
-    )
 
 
 def _memory_gib(mesh: Mesh, device: torch.device) -> float:

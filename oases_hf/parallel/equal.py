@@ -53,7 +53,7 @@ def make_batch_equal(batch: Mapping[str, Tensor], axis: Axis, control: Axis) -> 
     """
     if axis.group is None:
         return dict(batch)
-    shapes = {name: (tuple(t.shape), str(t.dtype)) for name, t in batch.items()}
+    shapes = {name: (tuple(t.shape), str(t.dtype)) for name, t in sorted(batch.items())}
     code = zlib.crc32(repr(shapes).encode())
     extremes = control.all_reduce(torch.tensor([code, -code]), dist.ReduceOp.MAX).tolist()
     if extremes[0] != -extremes[1]:
@@ -62,4 +62,4 @@ def make_batch_equal(batch: Mapping[str, Tensor], axis: Axis, control: Axis) -> 
             f"{shapes}. Feed them the same samples: prepare the data loader with the accelerator after install, "
             f"and pad to a length that does not depend on chance"
         )
-    return {name: axis.broadcast(tensor.contiguous().clone()) for name, tensor in batch.items()}
+    return {name: axis.broadcast(batch[name].contiguous().clone()) for name in sorted(batch)}

@@ -7,6 +7,8 @@ Within a TMP world, a block of degree ``d`` is split over ``d`` neighbours.
 
 from __future__ import annotations
 
+import contextlib
+import time
 import weakref
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,7 +21,11 @@ from torch.distributed import distributed_c10d
 
 from ..errors import ConfigError, DistributedError, UnsupportedModelError
 
-RENDEZVOUS_TIMEOUT_S = 20.0
+RENDEZVOUS_TIMEOUT_S = 60.0
+"""How long ranks wait for one that is elsewhere, and may come: to give up loses what was to be saved."""
+
+POLL_S = 0.5
+"""How often they look whether it has ended."""
 
 # torch 2.13 calls it by another name.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -201,7 +207,7 @@ class Mesh:
         """Wait until every rank is here; raise on those that are when some are not.
 
         Raises:
-            DistributedError: some rank did not arrive in time.
+            DistributedError: some rank has ended, or did not arrive in time.
         """
         group = self.control.group
         if group is None:
@@ -211,17 +217,29 @@ class Mesh:
         store = distributed_c10d._get_default_store()
         places = {rank: f"oases/{group.group_name}/{self.meetings}/{rank}" for rank in self.world.ranks}
         store.set(places[self.world.rank], what)
-        try:
-            store.wait(list(places.values()), timedelta(seconds=RENDEZVOUS_TIMEOUT_S))
-        except RuntimeError as error:
-            missing = ", ".join(str(rank) for rank, place in places.items() if not store.check([place]))
-            # Whoever comes later waits for this rank again.
-            store.delete_key(places[self.world.rank])
-            self.meetings -= 1
-            raise DistributedError(
-                f"{what} must be called on every rank; of the {self.world.size} ranks, {missing} did not call it "
-                f"within {RENDEZVOUS_TIMEOUT_S:g} s. Remove the `if rank == 0` around it, or what keeps them so long"
-            ) from error
+        deadline = time.monotonic() + RENDEZVOUS_TIMEOUT_S
+        while absent := [rank for rank, place in places.items() if not store.check([place])]:
+            gone = [rank for rank in absent if store.check([_ended(rank)])]
+            if gone or time.monotonic() > deadline:
+                # Whoever comes later waits for this rank again.
+                store.delete_key(places[self.world.rank])
+                self.meetings -= 1
+                how = "ended without it" if gone else f"did not call it within {RENDEZVOUS_TIMEOUT_S:g} s"
+                raise DistributedError(
+                    f"{what} must be called on every rank; rank {', '.join(map(str, gone or absent))} {how}. "
+                    f"Remove the `if rank == 0` around it, or what keeps that rank so long"
+                )
+            with contextlib.suppress(RuntimeError):  # not yet
+                store.wait([places[absent[0]]], timedelta(seconds=min(POLL_S, RENDEZVOUS_TIMEOUT_S)))
+
+
+def note_end(rank: int) -> None:
+    """Let ranks that wait for this one know that it ends."""
+    distributed_c10d._get_default_store().set(_ended(rank), "")
+
+
+def _ended(rank: int) -> str:
+    return f"oases/ended/{rank}"
 
 
 def _axis(size: int, within: int, stride: int, rank: int, backend: str | None = None) -> Axis:

@@ -6,6 +6,17 @@ Read ``terms`` for the cost model, ``solver`` for how the best plan is found.
 from .explanation import explain
 from .prediction import BlockPrediction, Memory, Prediction, predict
 from .problem import Choice, Problem
-from .solver import Solution, solve
+from .solver import Solution, plan_of, solve
 
-__all__ = ["BlockPrediction", "Choice", "Memory", "Prediction", "Problem", "Solution", "explain", "predict", "solve"]
+__all__ = [
+    "BlockPrediction",
+    "Choice",
+    "Memory",
+    "Prediction",
+    "Problem",
+    "Solution",
+    "explain",
+    "plan_of",
+    "predict",
+    "solve",
+]

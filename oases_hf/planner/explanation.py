@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import groupby
 
 from .prediction import Prediction, predict
@@ -40,7 +41,8 @@ def _memory(solution: Solution) -> str:
         "temporaries": memory.runtime,
     }
     text = ", ".join(f"{name} {size / GIB:.2f}" for name, size in parts.items())
-    return f"It needs {memory.total / GIB:.2f} of {limit_gib:g} GiB ({text})."
+    of_limit = f" of {limit_gib:g}" if math.isfinite(limit_gib) else ""
+    return f"It needs {memory.total / GIB:.2f}{of_limit} GiB ({text})."
 
 
 def _uniform(solution: Solution) -> list[str]:

@@ -14,17 +14,19 @@ from .terms import BlockTerms, Terms
 
 @dataclass(frozen=True)
 class BlockPrediction:
-    """One block in one optimizer step, in ms.
+    """One block in one optimizer step, in ms, and what it adds to a rank's memory.
 
     Attributes:
         compute_ms: forward, recompute and backward of all sub-batches and micro-batches.
         comm_ms: its all-reduces, hidden or not.
         exposed_ms: what the compute lane waits for all-reduces, or loses to them, in this block.
+        kept_bytes: its parameters, gradients and optimizer state, and what is kept for backward.
     """
 
     compute_ms: float
     comm_ms: float
     exposed_ms: float
+    kept_bytes: int
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,7 @@ def _predicted(terms: Terms, blocks: list[BlockTerms]) -> Prediction:
             compute_ms=terms.compute_ms(block),
             comm_ms=terms.comm_ms(block),
             exposed_ms=terms.inner(block).exposed_ms + into.exposed_ms + back.exposed_ms,
+            kept_bytes=block.kept_bytes,
         )
         for block, into, back in zip(blocks, forward, backward[1:], strict=False)
     )

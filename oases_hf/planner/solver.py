@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import ConfigError
-from ..plan import Recompute, ShardOptimizer
+from ..plan import Plan, Recompute, ShardOptimizer
 from .dual import Dual, bound
 from .feasible import graphs, infeasible
 from .graph import Graph, Path
@@ -102,6 +102,19 @@ def solve(problem: Problem, *, gap: float = 0.0, time_limit_s: float = 30.0, max
             best, part_lower_ms, solver = _by_ilp(part, part_lower_ms, best, gap, left_s)
         lower_ms = min(lower_ms, part_lower_ms)
     return _solution(problem, best, lower_ms, gap, solver, started)
+
+
+def plan_of(solution: Solution, model: str) -> Plan:
+    """The plan that ``solution`` found, for what ``convert.describe`` calls ``model``."""
+    return Plan(
+        model,
+        solution.problem.costs.tmp_size,
+        solution.degrees,
+        "oases",
+        solution.sub_batches,
+        solution.recompute,
+        solution.shard_optimizer,
+    )
 
 
 def _parts(problem: Problem) -> list[_Part]:

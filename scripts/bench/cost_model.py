@@ -34,10 +34,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from oases_hf import OasesPlugin, Plan
 from oases_hf.convert import describe
-from oases_hf.integrations.planning import plan_of
 from oases_hf.parallel.mesh import Mesh
 from oases_hf.plan import Recompute
-from oases_hf.planner import Problem, predict, solve
+from oases_hf.planner import Problem, plan_of, predict, solve
 from oases_hf.planner.problem import GIB
 from oases_hf.profiler import Architecture, Workload, profile
 

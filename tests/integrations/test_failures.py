@@ -47,6 +47,18 @@ from tests.integrations.fitting import Task, build
 build(Task({"max_steps": 2}), {"tmp_size": 2}).train()
 """
 
+SAVING_ALONE = """
+import sys, time
+from oases_hf import save_pretrained
+from tests.integrations.fitting import Task, build
+trainer = build(Task({"max_steps": 1}), {"tmp_size": 2})
+trainer.train()
+if trainer.args.process_index == int(sys.argv[1]):
+    print(f"raised at {time.time():.3f}", flush=True)
+    save_pretrained(trainer.model, "export")
+    print("went on")
+"""
+
 ALONE = """
 from accelerate import Accelerator
 from oases_hf import OasesPlugin
@@ -75,6 +87,16 @@ def test_no_thread_of_a_process_group_outlives_training(tmp_path: Path) -> None:
     for process in launch(2, [script(tmp_path, ENDING)]):
         assert process.returncode == 0, process.stderr
         assert process.stdout.splitlines()[-1] == "False []"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_saving_alone_ends_when_the_others_have(tmp_path: Path, rank: int) -> None:
+    """Case 8, in a script: the other rank is through with it."""
+    process = launch(2, [script(tmp_path, SAVING_ALONE), str(rank)])[rank]
+    assert seconds_since_it_raised(process.stdout) < LIMIT_S
+    assert process.returncode != 0
+    assert "went on" not in process.stdout
+    assert f"must be called on every rank; rank {1 - rank} ended without it" in process.stderr
 
 
 def test_all_ranks_end_when_one_raises(tmp_path: Path) -> None:

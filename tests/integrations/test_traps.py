@@ -217,7 +217,7 @@ def meetings() -> list[str]:
 
 def test_ranks_meet_after_one_was_alone(ranks: Worlds) -> None:
     first, second = ranks(2).run(meetings, timeout_s=20)
-    assert "1 did not call it within 0.3 s" in first[0]
+    assert "rank 1 did not call it within 0.3 s" in first[0]
     assert second == []
 
 
