@@ -15,9 +15,10 @@ from accelerate.state import AcceleratorState
 
 from oases_hf import OasesPlugin
 from oases_hf.convert import block_count
-from oases_hf.plan import SCHEDULE_NAMES, Recompute
+from oases_hf.integrations.optimizers import watch_steps
+from oases_hf.plan import SCHEDULE_NAMES, Recompute, ShardOptimizer
 from tests.families import FAMILIES
-from tests.parallel import full_gradients, one_step, parallel
+from tests.parallel import full_gradients, full_parameters, one_step, parallel
 from tests.parity import assert_gradients, assert_loss, float64_math
 from tests.reference import gradients
 from tests.test_dropout import slopes
@@ -92,6 +93,28 @@ def check_mixed() -> int:
     return compared
 
 
+def weights_after_steps(way: ShardOptimizer) -> dict[str, torch.Tensor]:
+    """Three AdamW steps of replicas whose optimizer state is kept in one way or another."""
+    model, world = cast(Any, FAMILIES["llama"].model()).cuda().train(), dist.get_world_size()
+    state = parallel(model, world, degrees=[1, world // 2 or 1] * 2, shard_optimizer=way)
+    watch_steps(state)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(3):
+        one_step(model, [on_gpu(FAMILIES["llama"].batch(ROWS, SEQ, padding="right", seed=step))])
+        state.gradients.clip(list(model.parameters()), 0.5)
+        optimizer.step()
+    return full_parameters(model)
+
+
+def check_owned() -> int:
+    """Owners of optimizer state train as all ranks would."""
+    plain = weights_after_steps("off")
+    for way in ("keep", "reduce"):
+        for name, tensor in weights_after_steps(cast(ShardOptimizer, way)).items():
+            torch.testing.assert_close(tensor, plain[name], rtol=1e-9, atol=1e-12)
+    return len(plain)
+
+
 def train(mixed_precision: str, world: int) -> list[float]:
     """Losses of a few steps through Accelerate; ``world`` 1 leaves the model whole."""
     model: Any = tiny_llama(hidden=64, heads=8, kv_heads=2, dtype=torch.float32).train()
@@ -127,6 +150,7 @@ def main() -> None:
     print("compared", check_schedules(), flush=True)
     print("with dropout", check_families(), flush=True)
     print("mixed", check_mixed(), flush=True)
+    print("owned", check_owned(), flush=True)
     for precision in ("bf16", "fp16"):
         ours, alone = train(precision, dist.get_world_size()), train(precision, 1)
         print(precision, ours, alone, flush=True)

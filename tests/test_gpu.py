@@ -21,3 +21,4 @@ def test_ranks_on_gpus() -> None:
         assert "compared 30" in process.stdout
         assert "with dropout 40" in process.stdout
         assert "mixed 12" in process.stdout
+        assert "owned" in process.stdout

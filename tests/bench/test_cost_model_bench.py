@@ -24,9 +24,11 @@ def test_it_compares_predicted_and_measured_times(tmp_path: Path) -> None:
     first, second = launch(2, [SCRIPT, *sizes, *few, "--json", rows, "--png", tmp_path / "plot.png"], timeout_s=240)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     names = [row["name"] for row in json.loads(rows.read_text())]
-    assert names == ["planned", "degree 1", "degree 2", "random 0", "random 1", "random 2"]
+    kinds = ["planned", "degree 1", "degree 2"]
+    assert names == [*kinds, *(f"{kind}, owned" for kind in kinds), "random 0", "random 1", "random 2"]
     assert re.search(r"rank correlation of 3 random plans -?[01]\.\d+; median error \d+\.\d%", first.stdout)
-    assert re.search(r"planned is \d+\.\d\d x degree [12], the best uniform that fits", first.stdout)
+    for name in ("planned", "planned, owned"):
+        assert re.search(rf"{name} is \d+\.\d\d x as fast as degree [12].*, the best uniform plan", first.stdout)
     assert (tmp_path / "plot.png").stat().st_size > 0
 
 
