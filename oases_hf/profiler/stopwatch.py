@@ -153,6 +153,8 @@ class _Returned(TorchDispatchMode):
         self._tensors: Counter[int] = Counter()  # by address, those that share a storage
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind is not torch.Tensor and kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # it asks again for the plain tensors inside
         result = func(*args, **(kwargs or {}))
         given = {
             tensor.untyped_storage().data_ptr() for tensor in tree_leaves((args, kwargs)) if torch.is_tensor(tensor)
