@@ -41,7 +41,7 @@ def describe(model: PreTrainedModel) -> str:
 def block_count(model: PreTrainedModel) -> int:
     """The number of blocks of ``model``'s stack."""
     family = family_of(model.config)
-    return len(_stack_of(model, family)) * len(family.blocks)
+    return len(stack_of(model, family)) * len(family.blocks)
 
 
 def convert(
@@ -65,7 +65,7 @@ def convert(
     plan.check(describe(model), block_count(model), mesh.tmp.size)
     vocabulary = Vocabulary.of(model, Link(mesh.tmp), gather_logits)
     placements = _placements(model, mesh, plan, family)
-    layers = _stack_of(model, family)
+    layers = stack_of(model, family)
     for layer in layers:
         check_layer(layer, family)
     make_equal(model, mesh)
@@ -140,13 +140,13 @@ def _layouts(
 def _install_stack(
     model: PreTrainedModel, family: Family, plan: Plan, links: tuple[Link, ...], gradients: GradientSync, defer: bool
 ) -> Stack:
-    layers, mesh = _stack_of(model, family), gradients.mesh
+    layers, mesh = stack_of(model, family), gradients.mesh
     base = model.base_model
     stack = Stack(
         path=f"{model.base_model_prefix}.{family.stack}" if base is not model else family.stack,
         layers=lambda: list(nn.ModuleList.__iter__(layers)),
         blocks=tuple(_layer_block(block) for block in family.blocks),
-        block_parameters=tuple(_block_parameters(layer, block) for layer in layers for block in family.blocks),
+        block_parameters=tuple(block_parameters(layer, block) for layer in layers for block in family.blocks),
         per_sample=family.per_sample,
         cache=family.cache,
         positional=family.positional,
@@ -207,12 +207,13 @@ def _share_dropouts(
             adopt(module, SharedDropout, link=links.get(module, outside))
 
 
-def _block_parameters(layer: nn.Module, block: Block) -> tuple[nn.Parameter, ...]:
+def block_parameters(layer: nn.Module, block: Block) -> tuple[nn.Parameter, ...]:
     """The parameters a block uses."""
     return tuple(dict.fromkeys(p for child in block.children for p in layer.get_submodule(child).parameters()))
 
 
-def _stack_of(model: PreTrainedModel, family: Family) -> nn.ModuleList:
+def stack_of(model: PreTrainedModel, family: Family) -> nn.ModuleList:
+    """The list of layers of ``model``; raises UnsupportedModelError when there is none."""
     base = model.base_model
     stack = base.get_submodule(family.stack)
     if not isinstance(stack, nn.ModuleList) or len(stack) == 0:

@@ -1,8 +1,27 @@
-"""Types of options: argparse says what is wrong with a value, and ends with exit code 2."""
+"""Options that commands share, and types of options, with which argparse refuses values: it ends with exit code 2."""
 
 from __future__ import annotations
 
 import argparse
+
+DTYPES = ("float32", "bfloat16", "mixed")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Give ``parser`` the options that say what is trained, and on how many ranks."""
+    add = parser.add_argument
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("model", nargs="?", metavar="MODEL", help="hub id or folder of a Hugging Face model")
+    what.add_argument("--config", metavar="FILE", help="config.json, or the folder of one, instead of MODEL")
+    add("--tmp-size", type=count, metavar="T", required=True, help="ranks that share each batch")
+    add("--batch", type=count, metavar="B", required=True, help="rows of a micro-batch")
+    add("--seq", type=count, metavar="S", required=True, help="tokens of a row")
+    add(
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="of weights and computation; mixed: bfloat16 autocast of float32 weights (default: float32)",
+    )
 
 
 def count(text: str) -> int:

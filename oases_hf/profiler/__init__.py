@@ -1,5 +1,7 @@
 """Measures what the planner plans with: a layer of the real model, and the links between the real ranks."""
 
+from .estimate import Estimate
+from .layer import Autocast
 from .profile import Architecture, Workload, profile
 
-__all__ = ["Architecture", "Workload", "profile"]
+__all__ = ["Architecture", "Autocast", "Estimate", "Workload", "profile"]

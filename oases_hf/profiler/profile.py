@@ -17,9 +17,9 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..costs import CostTable, Curve, ElementBytes, KindCosts, Outside, Slowdown
+from ..costs import CostTable, Curve, ElementBytes, KindCosts, Outside, Slowdown, Timing
 from ..errors import ConfigError
-from ..models import Family, family_of
+from ..models import Block, Family, family_of
 from ..parallel.mesh import Mesh
 from .layer import Autocast, DegreeProfile, LayerProfile
 from .link import LinkProfile
@@ -173,11 +173,14 @@ def _measure(
         del layer
     say("costs: links")
     all_reduce, all_gather = _links(mesh, degrees, device)
-    with autocast():
-        mixed = torch.is_autocast_enabled(device.type)
-        partial = torch.get_autocast_dtype(device.type).itemsize if mixed else model.dtype.itemsize
-    stream = model.dtype.itemsize
-    top = max(degrees)
+    kinds = [
+        kind_costs(
+            block,
+            {degree: found[degree].parameters[i] for degree in degrees},
+            {degree: found[degree].timings[i] for degree in degrees},
+        )
+        for i, block in enumerate(family.blocks)
+    ]
     return CostTable(
         fingerprint=marks,
         tmp_size=mesh.tmp.size,
@@ -185,20 +188,12 @@ def _measure(
         rows=workload.rows,
         sequence=workload.sequence,
         hidden=model.config.hidden_size,
-        element_bytes=ElementBytes(stream, partial, stream, stream, stream, workload.optimizer_state),
-        kinds=tuple(
-            KindCosts(
-                block.name,
-                {degree: found[degree].parameters[i] for degree in degrees},
-                {degree: found[degree].timings[i] for degree in degrees},
-                saved_hiddens=2 if block.join and block.join.of == "output" else 1,
-            )
-            for i, block in enumerate(family.blocks)
-        ),
+        element_bytes=element_bytes(model.dtype, workload, device, autocast),
+        kinds=tuple(kinds),
         all_reduce=all_reduce,
         all_gather=all_gather,
         slowdown=slowdown,
-        outside=_outside(one, mesh, workload, found[top]),
+        outside=outside_of(one, mesh.tmp.size, workload, found[max(degrees)].outside_ms),
         optimizer_ms=max(each.optimizer_ms for each in found.values()),
     )
 
@@ -220,16 +215,31 @@ def _links(mesh: Mesh, degrees: tuple[int, ...], device: torch.device) -> tuple[
     return all_reduce, all_gather
 
 
-def _outside(one: PreTrainedModel, mesh: Mesh, workload: Workload, profile: DegreeProfile) -> Outside:
+def kind_costs(block: Block, parameters: dict[int, int], timings: dict[int, dict[int, Timing]]) -> KindCosts:
+    """What a block of every layer costs: its elements, and times and bytes, by degree."""
+    saved_hiddens = 2 if block.join and block.join.of == "output" else 1
+    return KindCosts(block.name, parameters, timings, saved_hiddens)
+
+
+def element_bytes(dtype: torch.dtype, workload: Workload, device: torch.device, autocast: Autocast) -> ElementBytes:
+    """The bytes per element of a model of ``dtype`` that computes in ``autocast``."""
+    with autocast():
+        mixed = torch.is_autocast_enabled(device.type)
+        partial = torch.get_autocast_dtype(device.type).itemsize if mixed else dtype.itemsize
+    return ElementBytes(dtype.itemsize, partial, *(dtype.itemsize,) * 3, workload.optimizer_state)
+
+
+def outside_of(one: PreTrainedModel, tmp_size: int, workload: Workload, ms: float) -> Outside:
     """Embedding, head and loss: logits are there three times at once, in float32, as cross entropy makes them."""
     layers = one.base_model.get_submodule(family_of(one.config).stack)
     embedding, head = cast(nn.Embedding, one.get_input_embeddings()), one.get_output_embeddings()
-    split = {module.weight for module in (embedding, head) if isinstance(module, nn.Embedding | nn.Linear)}
+    modules = (module for module in (embedding, head) if isinstance(module, nn.Embedding | nn.Linear))
+    split = {parameter for module in modules for parameter in module.parameters()}
     whole = set(one.parameters()) - split - set(layers.parameters())
-    held = sum(p.numel() for p in whole) + sum(-(-p.numel() // mesh.tmp.size) for p in split)
+    held = sum(p.numel() for p in whole) + sum(-(-len(p) // tmp_size) * p[0].numel() for p in split)
     words = embedding.num_embeddings if head is not None else 0
-    logits = workload.rows * workload.sequence * -(-words // mesh.tmp.size) * 4
-    return Outside(profile.outside_ms, held, 3 * logits)
+    logits = workload.rows * workload.sequence * -(-words // tmp_size) * 4
+    return Outside(ms, held, 3 * logits)
 
 
 @contextmanager

@@ -80,7 +80,7 @@ class KeptBytes:
     """
 
     def __init__(self, parameters: Iterator[Tensor]) -> None:
-        self._held = {p.untyped_storage().data_ptr() for p in parameters}
+        self._held = {_storage(p) for p in parameters}
         self.bytes: dict[int, int] = {}
 
     @contextmanager
@@ -89,17 +89,19 @@ class KeptBytes:
         if not isinstance(op, Recompute):
             yield
             return
-        kept: dict[int, int] = {}
+        views: dict[int, dict[tuple[int, int], int]] = defaultdict(dict)
+        whole: dict[int, int] = {}
 
         def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._held:
-                kept[storage.data_ptr()] = storage.nbytes()
+            if (storage := _storage(tensor)) not in self._held:
+                views[storage][int(tensor.storage_offset()), tensor.numel()] = tensor.nbytes
+                whole[storage] = tensor.untyped_storage().nbytes()
             return tensor
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
-        self.bytes[op.block] = sum(kept.values())
+        # Of a storage that sub-batches share, as of the stack's input, each counts what it sees.
+        self.bytes[op.block] = sum(min(whole[storage], sum(seen.values())) for storage, seen in views.items())
 
 
 class PeakBytes:
@@ -150,27 +152,31 @@ class _Returned(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.peak = 0
         self._held = 0
-        self._tensors: Counter[int] = Counter()  # by address, those that share a storage
+        self._tensors: Counter[int] = Counter()  # by storage, those that share it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind is not torch.Tensor and kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # it asks again for the plain tensors inside
         result = func(*args, **(kwargs or {}))
-        given = {
-            tensor.untyped_storage().data_ptr() for tensor in tree_leaves((args, kwargs)) if torch.is_tensor(tensor)
-        }
-        for tensor in tree_leaves(result):
-            storage = tensor.untyped_storage() if torch.is_tensor(tensor) else None
-            if storage is None or (storage.data_ptr() in given and not self._tensors[storage.data_ptr()]):
+        given = {_storage(tensor) for tensor in tree_leaves((args, kwargs)) if torch.is_tensor(tensor)}
+        for tensor in filter(torch.is_tensor, tree_leaves(result)):
+            storage, size_bytes = _storage(tensor), tensor.untyped_storage().nbytes()
+            if storage in given and not self._tensors[storage]:
                 continue
-            self._tensors[storage.data_ptr()] += 1
-            if self._tensors[storage.data_ptr()] == 1:
-                self._held += storage.nbytes()
+            self._tensors[storage] += 1
+            if self._tensors[storage] == 1:
+                self._held += size_bytes
                 self.peak = max(self.peak, self._held)
-            weakref.finalize(tensor, self._gone, storage.data_ptr(), storage.nbytes()).atexit = False
+            weakref.finalize(tensor, self._gone, storage, size_bytes).atexit = False
         return result
 
-    def _gone(self, address: int, size_bytes: int) -> None:
-        self._tensors[address] -= 1
-        if self._tensors[address] == 0:
+    def _gone(self, storage: int, size_bytes: int) -> None:
+        self._tensors[storage] -= 1
+        if self._tensors[storage] == 0:
             self._held -= size_bytes
+
+
+def _storage(tensor: Tensor) -> int:
+    """The identity of what ``tensor`` is a view of, as long as that lives; fake tensors have no address."""
+    identity: int = tensor.untyped_storage()._cdata
+    return identity

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
 from ..errors import ConfigError
+from ..launching import USAGE, Seat, on_ranks
 from ..plan import SCHEDULE_NAMES
-from .launch import BROKEN, USAGE, run_ranks
 from .settings import ATTENTIONS, DEVICES, HEADS, PRECISIONS, Settings
 
 SUMMARY = "compare training on TMP ranks with one plain Hugging Face process"
@@ -72,15 +70,12 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"oases-hf verify: error: {error}", file=sys.stderr)
         return USAGE
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        command = [sys.executable, "-m", "oases_hf.cli", *arguments]
-        return run_ranks(command, settings.tmp_size, settings.time_limit_s)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    try:
+
+    def run_rank(seat: Seat) -> int:
         from .rank import run_rank
 
-        return run_rank(settings, rank, size, options.rendezvous or "env://")
-    except Exception:
-        traceback.print_exc()
-        print(f"oases-hf verify: rank {rank} of {size} failed", file=sys.stderr, flush=True)
-        os._exit(BROKEN)  # the ranks are not left in order, which a plain exit would wait for
+        return run_rank(settings, seat)
+
+    return on_ranks(
+        "oases-hf verify", arguments, settings.tmp_size, settings.time_limit_s, options.rendezvous, run_rank
+    )

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import copy
-import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ..convert import check_plain
 from ..errors import ConfigError
 from ..models import family_of
+from ..models.reading import first_line, read_config
 from .settings import Precision, Settings
 from .tasks import Batch, Task, make_batch, task_of
 
@@ -51,7 +50,7 @@ class Subject:
             ConfigError: there is no such model or config, or it cannot be split over so many ranks.
             UnsupportedModelError: no family serves it.
         """
-        config = _read_config(settings)
+        config = read_config(settings.model, settings.config)
         family = family_of(config)
         if settings.layers is not None:
             _keep_layers(config, settings.layers)
@@ -82,7 +81,7 @@ class Subject:
             else:
                 model = auto.from_pretrained(settings.model, config=config, **how)
         except (OSError, ValueError, ImportError) as error:
-            raise ConfigError(f"{settings.name} cannot be loaded: {_first_line(error)}") from error
+            raise ConfigError(f"{settings.name} cannot be loaded: {first_line(error)}") from error
         check_plain(model)
         model.config.use_cache = False
         for module in model.modules():
@@ -104,28 +103,6 @@ class Subject:
     def autocast(self, device: torch.device) -> torch.autocast:
         """The context that one plain process computes in."""
         return torch.autocast(device.type, torch.bfloat16, enabled=self.settings.dtype == "mixed")
-
-
-def _read_config(settings: Settings) -> PretrainedConfig:
-    name = settings.name
-    folder = Path(name).is_dir()
-    if settings.model is not None and not folder and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
-        raise ConfigError(f"there is no folder {name}; give that of a model, or a hub id")
-    try:
-        if settings.model is not None:
-            config: PretrainedConfig = AutoConfig.from_pretrained(name)
-            return config
-        path = Path(name) / "config.json" if folder else Path(name)
-        fields = json.loads(path.read_text())
-        return AutoConfig.for_model(fields.pop("model_type"), **fields)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        where = "--config" if settings.model is None else "the folder" if folder else "the hub's"
-        raise ConfigError(f"{where} {name} cannot be read as a model's config: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    text = f"no {error} in it" if isinstance(error, KeyError) else str(error)
-    return text.strip().partition("\n")[0]
 
 
 def _keep_layers(config: PretrainedConfig, layers: int) -> None:

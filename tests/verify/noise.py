@@ -20,8 +20,9 @@ from unittest import mock
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
+from oases_hf.joining import device_of_rank, process_group, silence_libraries
+from oases_hf.launching import Seat
 from oases_hf.verify import outcome, verification
-from oases_hf.verify.rank import _device, _process_group, _silence_libraries
 from oases_hf.verify.settings import PRECISIONS, Precision, Settings
 from oases_hf.verify.subject import Subject
 
@@ -60,14 +61,14 @@ def ratios(folder: str, dtype: Precision, device: torch.device, size: int) -> di
 def main() -> None:
     """Print the ratios of every family and precision."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    _silence_libraries()
-    device = _device(Settings("any", tmp_size=size))
+    silence_libraries()
+    device = device_of_rank(None)
     with ExitStack() as stack:
         root = stack.enter_context(tempfile.TemporaryDirectory())
         for name in NAMES:  # before there is a process group, of which HF lets the first rank alone save
             changes: dict[str, Any] = WIDE if device.type == "cuda" else {}
             FAMILIES[name].model(dtype=torch.float32, **changes).save_pretrained(f"{root}/{name}")
-        stack.enter_context(_process_group(device, timedelta(minutes=10), rank, size, "env://"))
+        stack.enter_context(process_group(device, timedelta(minutes=10), Seat(rank, size, "env://")))
         stack.enter_context(nothing_but_noise())
         for name, dtype in itertools.product(NAMES, PRECISIONS):
             found = ratios(f"{root}/{name}", dtype, device, size)

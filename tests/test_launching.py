@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from oases_hf.verify import launch
-from oases_hf.verify.launch import BROKEN, FAIL, PASS, USAGE, run_ranks
+from oases_hf import launching
+from oases_hf.launching import BROKEN, FAIL, PASS, USAGE, run_ranks
 
 START = "import os, sys, time; rank = int(os.environ['RANK']); size = int(os.environ['WORLD_SIZE']); "
 
 
 def run(body: str, size: int = 2, time_limit_s: float = 30.0) -> int:
-    return run_ranks([sys.executable, "-c", START + body], size, time_limit_s)
+    return run_ranks("oases-hf verify", [sys.executable, "-c", START + body], size, time_limit_s)
 
 
 def test_all_is_well(capfd: pytest.CaptureFixture[str]) -> None:
@@ -34,7 +34,7 @@ def test_wrong_usage_is_said_once(others: str, capfd: pytest.CaptureFixture[str]
 
 
 def test_one_rank_breaks(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "GRACE_S", 0.5)
+    monkeypatch.setattr(launching, "GRACE_S", 0.5)
     began = time.monotonic()
     assert run("print('what', file=sys.stderr); rank and sys.exit(7); time.sleep(60)") == BROKEN
     assert time.monotonic() - began < 20
@@ -49,7 +49,7 @@ def test_too_late(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_ranks_that_will_not_end_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "GRACE_S", 0.5)
+    monkeypatch.setattr(launching, "GRACE_S", 0.5)
     began = time.monotonic()
     assert run("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)", 1, 1.0) == BROKEN
     assert time.monotonic() - began < 20

@@ -1,4 +1,4 @@
-"""Starting the ranks of a verification on this machine, and waiting for them, never longer than the time limit."""
+"""Commands that run on several ranks: each started process is one, or else starts them all on this machine."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from .errors import ConfigError, UnsupportedModelError
 
 PASS, FAIL, USAGE, BROKEN = 0, 1, 2, 3
 
@@ -27,17 +30,69 @@ class _Rank:
     log: Path
 
 
-def run_ranks(command: Sequence[str], size: int, time_limit_s: float) -> int:
+@dataclass(frozen=True)
+class Seat:
+    """What a process knows of the ranks that it is one of.
+
+    Attributes:
+        rank: of this process.
+        size: how many there are.
+        rendezvous: where they meet, as torch.distributed's ``init_method``.
+    """
+
+    rank: int
+    size: int
+    rendezvous: str
+
+
+def on_ranks(
+    title: str,
+    arguments: Sequence[str],
+    size: int,
+    time_limit_s: float,
+    rendezvous: str | None,
+    run_rank: Callable[[Seat], int],
+) -> int:
+    """Run a command on ``size`` ranks: start them, or be one under a launcher (torchrun, accelerate launch).
+
+    Args:
+        title: of the command, before its messages: ``oases-hf verify``.
+        arguments: the command line, which the ranks get too.
+        size: of the ranks to start; a launcher has started as many as it was told.
+        time_limit_s: after which ranks started here are ended.
+        rendezvous: the value of the option ``--rendezvous``, which ranks started here are given.
+        run_rank: what a rank does; returns the exit code. Where it raises ConfigError or UnsupportedModelError the
+            usage is wrong, which rank 0 says.
+
+    Returns:
+        The exit code of all ranks together, or of this one.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return run_ranks(title, [sys.executable, "-m", "oases_hf.cli", *arguments], size, time_limit_s)
+    seat = Seat(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), rendezvous or "env://")
+    try:
+        return run_rank(seat)
+    except (ConfigError, UnsupportedModelError) as error:
+        if seat.rank == 0:
+            print(f"{title}: error: {error}", file=sys.stderr)
+        return USAGE
+    except Exception:
+        traceback.print_exc()
+        print(f"{title}: rank {seat.rank} of {seat.size} failed", file=sys.stderr, flush=True)
+        os._exit(BROKEN)  # the ranks are not left in order, which a plain exit would wait for
+
+
+def run_ranks(title: str, command: Sequence[str], size: int, time_limit_s: float) -> int:
     """Run ``command`` as each of ``size`` ranks, with ``--rendezvous`` added; returns the exit code.
 
     Standard output is that of rank 0; what ranks write to standard error shows when they fail. None is left running.
     """
-    with tempfile.TemporaryDirectory(prefix="oases-hf-verify-") as folder:
+    with tempfile.TemporaryDirectory(prefix="oases-hf-") as folder:
         ranks: list[_Rank] = []
         try:
             for number in range(size):
                 ranks.append(_start(command, number, size, Path(folder)))
-            return _verdict(ranks, _wait(ranks, time_limit_s), time_limit_s)
+            return _verdict(title, ranks, _wait(ranks, time_limit_s), time_limit_s)
         finally:
             _end(ranks)
 
@@ -77,7 +132,7 @@ def _wait(ranks: Sequence[_Rank], time_limit_s: float) -> _Rank | None:
     return failed
 
 
-def _verdict(ranks: Sequence[_Rank], failed: _Rank | None, time_limit_s: float) -> int:
+def _verdict(title: str, ranks: Sequence[_Rank], failed: _Rank | None, time_limit_s: float) -> int:
     """The exit code of all ranks together; says on standard error what went wrong."""
     codes = [rank.process.poll() for rank in ranks]
     if USAGE in codes:  # others may have failed for want of that rank
@@ -86,14 +141,14 @@ def _verdict(ranks: Sequence[_Rank], failed: _Rank | None, time_limit_s: float) 
     if failed is None:
         if None not in codes:
             return PASS
-        print(f"oases-hf verify: not done after {time_limit_s:g} s; raise --time-limit-s", file=sys.stderr)
+        print(f"{title}: not done after {time_limit_s:g} s; raise --time-limit-s", file=sys.stderr)
         return BROKEN
     code = failed.process.poll()
     if code == FAIL:
         return FAIL
     lines = failed.log.read_text(errors="replace").splitlines()
     print("\n".join(lines[-LOG_LINES:]), file=sys.stderr)
-    print(f"oases-hf verify: rank {failed.number} of {len(ranks)} ended with exit code {code}", file=sys.stderr)
+    print(f"{title}: rank {failed.number} of {len(ranks)} ended with exit code {code}", file=sys.stderr)
     return BROKEN
 
 

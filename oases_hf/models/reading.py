@@ -1,0 +1,52 @@
+"""Reading what a model is, without its weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import transformers
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from ..errors import ConfigError
+
+
+def read_config(model: str | None, config: str | None) -> PretrainedConfig:
+    """The config of ``model``, a hub id or folder, or else that in ``config``, a file or its folder.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    name = str(model or config)
+    folder = Path(name).is_dir()
+    if model is not None and not folder and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
+        raise ConfigError(f"there is no folder {name}; give that of a model, or a hub id")
+    try:
+        if model is not None:
+            found: PretrainedConfig = AutoConfig.from_pretrained(name)
+            return found
+        path = Path(name) / "config.json" if folder else Path(name)
+        fields = json.loads(path.read_text())
+        return AutoConfig.for_model(fields.pop("model_type"), **fields)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        where = "--config" if model is None else "the folder" if folder else "the hub's"
+        raise ConfigError(f"{where} {name} cannot be read as a model's config: {first_line(error)}") from error
+
+
+def class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class of the first of the config's ``architectures``; raises ConfigError when transformers has none."""
+    name = next(iter(config.architectures or ()), None)
+    if name is None:
+        raise ConfigError(
+            'the config names no architectures; add "architectures": ["…ForCausalLM"], or what it is, to it'
+        )
+    found = getattr(transformers, name, None)
+    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
+        raise ConfigError(f"the config's architecture {name} is not a model of transformers {transformers.__version__}")
+    return found
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what ``error`` says."""
+    text = f"no {error} in it" if isinstance(error, KeyError) else str(error)
+    return text.strip().partition("\n")[0]

@@ -1,0 +1,110 @@
+"""One layer as a rank would hold and run it, made of tensors without data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..convert import block_parameters, stack_of
+from ..models import Block, family_of
+from ..models.shard import Placement, Sharder, check_layer, shard_layer
+from ..parallel.link import Link
+from ..parallel.mesh import Axis
+from ..runtime import block as runtime
+from ..schedule import Backward, Recompute
+from .layer import Autocast
+from .stopwatch import KeptBytes, PeakBytes
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes of one block: what its graph keeps, and the most temporaries beside that, in recompute or backward."""
+
+    graph: int
+    temporary: int
+
+
+class DryLayer:
+    """The layer of a model of one, sharded for a rank of a group that is not there.
+
+    Args:
+        model: of fake tensors; changed.
+        degree: ranks that split the layer.
+        rank: of them.
+        replicas: groups of such ranks.
+
+    Raises:
+        UnsupportedModelError: the layer cannot be sharded.
+        ConfigError: the degree is too high.
+    """
+
+    def __init__(self, model: PreTrainedModel, degree: int, rank: int, replicas: int) -> None:
+        family, self._model = family_of(model.config), model.train()
+        (layer,) = stack_of(model, family)
+        check_layer(layer, family)
+        shares = [family.units(model.config, degree, each) for each in range(degree)]
+        placement = Placement(Link(Axis(tuple(range(degree)), rank), replicas), shares)
+        sharder = Sharder(rank)
+        shard_layer(layer, family, [placement] * len(family.blocks), sharder)
+        self._layer, self._family, self._link = layer, family, placement.link
+        self._layouts = sharder.layouts
+
+    def parameters(self, block: int, rank: int) -> int:
+        """Elements of a block that any rank of the group holds."""
+        held = block_parameters(self._layer, self._family.blocks[block])
+        shapes = (self._layouts[p].local_shape(rank) if p in self._layouts else p.shape for p in held)
+        return sum(map(math.prod, shapes))
+
+    def run(self, rows: int, sequence: int, autocast: Autocast) -> tuple[Held, ...]:
+        """What each block holds of ``rows`` of so many tokens."""
+        device = self._model.device
+        context = self._context(torch.zeros(rows, sequence, dtype=torch.long), autocast)
+        for parameter in self._layer.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        found = []
+        for i, block in enumerate(self._family.blocks):
+            kept, peak = KeptBytes(self._model.parameters()), PeakBytes(device)
+            leaf = torch.zeros(rows, sequence, self._model.config.hidden_size, dtype=self._model.dtype)
+            grad = torch.zeros_like(leaf)
+            leaf.requires_grad_()
+            ready = self._ready(block, context)
+            with autocast(), self._link.executing(unread=True), kept(Recompute(i, 0)), peak(Recompute(i, 0)):
+                share = ready.partial(leaf, 0)
+            with autocast(), peak(Backward(i, 0)):
+                through = ready.norm_grad(leaf, grad) if ready.norm else grad
+                torch.autograd.backward(share, through.to(share.dtype))
+            graph = kept.bytes[i]
+            made = max(peak.bytes[Backward, i], peak.bytes[Recompute, i] - graph)
+            found.append(Held(graph, max(0, made)))
+        return tuple(found)
+
+    def _ready(self, block: Block, context: dict[str, Any]) -> runtime.Block:
+        """The block as the executor has it."""
+        norm, of_sum = None, False
+        if block.join:
+            norm, of_sum = self._layer.get_submodule(block.join.norm), block.join.of == "sum"
+        return runtime.Block(
+            block.name, self._link, lambda x, k: block.run(self._layer, x, **context), (), norm, of_sum
+        )
+
+    def _context(self, tokens: Tensor, autocast: Autocast) -> dict[str, Any]:
+        """The arguments that Hugging Face's loop gives the layer beside the hidden tensor.
+
+        With a cache, which is then left out: else the loop would have to read the positions to do without a mask.
+        """
+        found: dict[str, Any] = {}
+
+        def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            found.update({**dict(zip(self._family.positional, args[1:], strict=False)), **kwargs})
+
+        self._model.config.use_cache = True
+        handle = self._layer.register_forward_pre_hook(look, with_kwargs=True)
+        with torch.no_grad(), autocast():
+            cast(nn.Module, self._model.base_model)(input_ids=tokens)
+        handle.remove()
+        return {name: None if name in self._family.cache else value for name, value in found.items()}

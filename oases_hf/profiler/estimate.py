@@ -1,0 +1,116 @@
+"""A cost table without times, of tensors without data: what ranks would hold, before there are ranks.
+
+One layer is sharded as each degree shards it, for ranks that are not there, and its blocks run on torch's fake tensors.
+They are said to be on a CPU, where attention takes the fused kernel that it takes on GPUs; on torch's meta device it
+would take the one that keeps all scores.
+
+Exact are parameters, gradients, optimizer state, the hidden tensors kept for recompute, and what the graph of a block
+keeps where there is none, as ``KeptBytes`` counts it on ranks. Bounds from above:
+
+* Temporaries are the most that operators return at a time; a kernel's own workspace is not seen.
+* A dropout mask counts with the element size of what it masks; on GPUs that is a byte. Attention dropout keeps nothing
+  unless attention is eager: fused kernels draw the mask again.
+* Embedding, head and loss hold the logits three times, in float32.
+* Rows are full: no padding mask is kept.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import cache
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..costs import CostTable, Curve, Slowdown, Timing
+from ..models import family_of
+from .dry import DryLayer, Held
+from .layer import Autocast
+from .profile import Architecture, Workload, element_bytes, feasible_degrees, kind_costs, outside_of
+
+
+class Estimate:
+    """Cost tables of a model, for any number of rows.
+
+    Args:
+        model: of a served family.
+        tmp_size: ranks that share a batch.
+        sequence: tokens per row.
+        optimizer_state: bytes per parameter.
+        autocast: makes the context that training computes in.
+        data_size: TMP worlds that run data parallel.
+
+    Attributes:
+        degrees: over which a layer can be split.
+
+    Raises:
+        UnsupportedModelError: no family serves the model.
+    """
+
+    def __init__(
+        self,
+        model: Architecture,
+        tmp_size: int,
+        sequence: int,
+        optimizer_state: int,
+        autocast: Autocast,
+        data_size: int = 1,
+    ) -> None:
+        self._family, config = family_of(model.config), copy.deepcopy(model.config)
+        if config._attn_implementation != "eager":
+            setattr(config, self._family.attention_dropout, 0.0)
+        self._model = replace(model, config=config)
+        self._tmp_size, self._data_size = tmp_size, data_size
+        self._sequence, self._optimizer_state = sequence, optimizer_state
+        self._autocast = autocast
+        self._fake = FakeTensorMode()
+        with self._fake:
+            self._one = self._model.of_one_layer()
+        self._layer, self._held = cache(self._make_layer), cache(self._run)
+        self.degrees = feasible_degrees(config, self._family, tmp_size)
+
+    def table(self, rows: int, sub_batches: int) -> CostTable:
+        """What a micro-batch of ``rows``, in so many sub-batches, costs; all times are 0."""
+        config, dtype = self._model.config, self._model.dtype
+        workload = Workload(rows, self._sequence, (sub_batches,), self._optimizer_state)
+        most = -(-rows // sub_batches)
+        groups = range(2, self._tmp_size * self._data_size + 1)
+        with self._fake:  # tensors are looked into
+            outside = outside_of(self._one, self._tmp_size, workload, 0.0)
+        kinds = []
+        for i, block in enumerate(self._family.blocks):
+            parameters, timings = {}, {}
+            for degree in self.degrees:
+                parameters[degree], rank = self._fullest(i, degree)
+                held = self._held(degree, rank, -(-most // (self._tmp_size // degree)))[i]
+                timings[degree] = {sub_batches: Timing(0.0, 0.0, 0.0, 0.0, held.graph, held.temporary)}
+            kinds.append(kind_costs(block, parameters, timings))
+        return CostTable(
+            fingerprint={"layers": str(config.num_hidden_layers)},
+            tmp_size=self._tmp_size,
+            data_size=self._data_size,
+            rows=rows,
+            sequence=self._sequence,
+            hidden=config.hidden_size,
+            element_bytes=element_bytes(dtype, workload, torch.device("cpu"), self._autocast),
+            kinds=tuple(kinds),
+            all_reduce=dict.fromkeys(groups, Curve(((1, 0.0),))),
+            all_gather=dict.fromkeys(groups, Curve(((1, 0.0),))),
+            slowdown=Slowdown(),
+            outside=outside,
+            optimizer_ms=0.0,
+        )
+
+    def _fullest(self, block: int, degree: int) -> tuple[int, int]:
+        """The most elements of a block that a rank holds, and which rank does."""
+        counts = [self._layer(degree, 0).parameters(block, rank) for rank in range(degree)]
+        return max(counts), counts.index(max(counts))
+
+    def _make_layer(self, degree: int, rank: int) -> DryLayer:
+        with self._fake:
+            return DryLayer(self._model.of_one_layer(), degree, rank, self._tmp_size // degree)
+
+    def _run(self, degree: int, rank: int, rows: int) -> tuple[Held, ...]:
+        with self._fake:
+            return self._layer(degree, rank).run(rows, self._sequence, self._autocast)

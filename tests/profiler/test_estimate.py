@@ -1,0 +1,104 @@
+"""What an estimate says that ranks hold is what they hold, to the byte where it says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from oases_hf.costs import CostTable
+from oases_hf.plan import Recompute
+from oases_hf.planner import Memory, Problem, predict
+from oases_hf.profiler import Architecture, Estimate
+from oases_hf.profiler.stopwatch import KeptBytes, PeakBytes
+from oases_hf.schedule import Backward, Forward, Instruction
+from oases_hf.schedule import Recompute as Recomputing
+
+from ..families import FAMILIES
+from ..parallel import parallel
+from ..ranks import Worlds
+
+ROWS, SEQUENCE, LAYERS = 8, 16, 3
+
+
+class Graphs(KeptBytes):
+    """Counts what blocks keep in forward, too."""
+
+    @contextmanager
+    def __call__(self, op: Instruction) -> Iterator[None]:
+        with super().__call__(Recomputing(op.block, op.sub_batch) if isinstance(op, Forward) else op):
+            yield
+
+
+@dataclass(frozen=True)
+class Counted:
+    """On one rank: elements in all; bytes of each block's graph and temporaries; bytes of all hidden tensors kept."""
+
+    parameters: int
+    graphs: dict[int, int]
+    temporaries: dict[int, int]
+    hiddens: int
+
+
+def layers(family: str) -> dict[str, Any]:
+    return {"n_layer" if family.startswith("gpt2") else "num_hidden_layers": LAYERS}
+
+
+def counted(family: str, blocks: int, degree: int, recompute: Recompute, sub_batches: int) -> Counted:
+    """On a rank: what a step of a converted model holds."""
+    model = FAMILIES[family].model(dtype=torch.float32, **layers(family)).train()
+    size = torch.distributed.get_world_size()
+    state = parallel(model, size, sub_batches=sub_batches, degrees=(degree,) * blocks, recompute=(recompute,) * blocks)
+    batch = FAMILIES[family].batch(ROWS, SEQUENCE)
+    model(**batch).loss.backward()  # gradients are there from now on
+    kept, peak = Graphs(model.parameters()), PeakBytes(torch.device("cpu"))
+    state.stack.watch = kept
+    loss = model(**batch).loss
+    (run,) = state.stack._live
+    hiddens = run.kept_bytes
+    loss.backward()
+    state.stack.watch = peak
+    model(**batch).loss.backward()
+    temporaries = {
+        block: max(peak.bytes[Backward, block], peak.bytes.get((Recomputing, block), 0) - kept.bytes[block])
+        for block in range(blocks)
+    }
+    return Counted(sum(p.numel() for p in model.parameters()), dict(kept.bytes), temporaries, hiddens)
+
+
+def estimated(family: str, tmp_size: int, sub_batches: int) -> CostTable:
+    model = FAMILIES[family].model(dtype=torch.float32, **layers(family))
+    return Estimate(Architecture.of(model), tmp_size, SEQUENCE, 8, nullcontext).table(ROWS, sub_batches)
+
+
+def memory(table: CostTable, degree: int, recompute: Recompute, sub_batches: int) -> Memory:
+    problem = Problem(table, LAYERS, 1.0)
+    blocks = len(problem.blocks)
+    return predict(problem, (degree,) * blocks, (recompute,) * blocks, sub_batches).memory
+
+
+@pytest.mark.parametrize("recompute", ["full", "none"])
+@pytest.mark.parametrize("degree", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt2 tied", "bert"])
+def test_it_is_what_ranks_hold(ranks: Worlds, family: str, degree: int, recompute: Recompute) -> None:
+    table = estimated(family, 2, 2)
+    kinds = len(table.kinds)
+    found = ranks(2).run(counted, family, LAYERS * kinds, degree, recompute, 2)
+    said = memory(table, degree, recompute, 2)
+    assert said.parameters == said.gradients == 4 * max(rank.parameters for rank in found)
+    assert said.optimizer == 2 * said.parameters
+    hidden = ROWS // (2 // degree) * SEQUENCE * table.hidden * 4
+    if recompute == "full":
+        # Behind the last block BERT keeps what the norm was of: one hidden tensor in all, which is not charged.
+        assert found[0].hiddens == said.saved + (hidden if family == "bert" else 0)
+    for block in range(LAYERS * kinds):
+        timing = table.timing(table.kinds[block % kinds], degree, 2)
+        assert timing.graph_bytes == max(rank.graphs[block] for rank in found)
+        if recompute == "full":
+            assert timing.runtime_bytes == pytest.approx(max(rank.temporaries[block] for rank in found), rel=0.2)
+    if recompute == "none":
+        assert said.saved == 2 * sum(found[0].graphs.values())
