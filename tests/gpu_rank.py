@@ -109,8 +109,9 @@ def weights_after_steps(way: ShardOptimizer) -> dict[str, torch.Tensor]:
 def check_owned() -> int:
     """Owners of optimizer state train as all ranks would."""
     plain = weights_after_steps("off")
-    for way in ("keep", "reduce"):
-        for name, tensor in weights_after_steps(cast(ShardOptimizer, way)).items():
+    ways: tuple[ShardOptimizer, ...] = ("keep", "reduce")
+    for way in ways:
+        for name, tensor in weights_after_steps(way).items():
             torch.testing.assert_close(tensor, plain[name], rtol=1e-9, atol=1e-12)
     return len(plain)
 
