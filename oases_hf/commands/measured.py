@@ -6,10 +6,8 @@ import argparse
 import time
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 
 from ..costs import CostTable, Curve
-from ..errors import ConfigError
 from ..joining import device_of_rank, process_group, silence_libraries
 from ..launching import PASS, Seat
 from ..parallel.mesh import Mesh
@@ -31,8 +29,6 @@ def run_rank(options: argparse.Namespace, seat: Seat) -> int:
     """
     began = time.perf_counter()
     silence_libraries()
-    if options.out and not Path(options.out).absolute().parent.is_dir():
-        raise ConfigError(f"--out {options.out}: there is no such folder; make it first")
     model, device = architecture_of(options), device_of_rank(options.device)
     workload = Workload(options.batch, options.seq, options.sub_batches, 2 * model.dtype.itemsize)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 DTYPES = ("float32", "bfloat16", "mixed")
 
@@ -51,6 +52,14 @@ def fraction(text: str) -> float:
     if not 0 <= number < 1:
         raise argparse.ArgumentTypeError(f"{text}: choose a number from 0 to below 1")
     return number
+
+
+def new_file(text: str) -> Path:
+    """The path of a file to write, in a folder that is there."""
+    path = Path(text)
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: there is no such folder; make it first")
+    return path
 
 
 for _type, _name in ((count, "whole number"), (counts, "list of whole numbers"), (above_zero, "number")):

@@ -6,12 +6,11 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from ..errors import ConfigError
 from ..plan import ShardOptimizer
-from .options import above_zero, count, counts, fraction
+from .options import above_zero, count, counts, fraction, new_file
 
 if TYPE_CHECKING:
     from ..planner.problem import Objective
@@ -40,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--shard-optimizer", choices=ways, default="auto", help="as OasesConfig's; auto: chosen (default: auto)")
     add("--objective", choices=OBJECTIVES, default="overlap", help="no_overlap: as for blocking schedules")
     add("--gap", type=fraction, default=0.0, metavar="G", help="to the best step time that is good enough (default: 0)")
-    add("--json", metavar="FILE", help="write the plan for OasesConfig(plan=FILE)")
+    add("--json", type=new_file, metavar="FILE", help="write the plan for OasesConfig(plan=FILE)")
     add("--compare", action="store_true", help="print every plan of one degree for all blocks beside it")
 
 
@@ -64,5 +63,5 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     if options.compare:
         print(f"\n{comparison(solution)}")
     if options.json:
-        Path(options.json).write_text(plan_of(solution, model).to_json() + "\n")
+        options.json.write_text(plan_of(solution, model).to_json() + "\n")
     return FOUND

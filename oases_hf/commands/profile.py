@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from ..launching import Seat, on_ranks
-from .options import above_zero, add_model, counts
+from .options import above_zero, add_model, counts, new_file
 
 SUMMARY = "measure the blocks of a model and the links between ranks, for planning"
 DESCRIPTION = """Measure one layer of a model at every degree, and the collectives between the ranks, or reuse what was
@@ -22,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add("--sub-batches", type=counts, metavar="1,2,…", default=(1, 2, 4), help="to measure (default: 1,2,4)")
     add("--device", choices=("cpu", "cuda"), help="default: cuda with a GPU per rank, else cpu")
-    add("--out", metavar="FILE", help="write the cost table for `oases-hf plan FILE`")
+    add("--out", type=new_file, metavar="FILE", help="write the cost table for `oases-hf plan FILE`")
     add("--time-limit-s", type=above_zero, metavar="S", default=1800.0, help="after which to give up (default: 1800)")
     parser.add_argument("--rendezvous", help=argparse.SUPPRESS)
 

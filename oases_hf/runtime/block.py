@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from ..parallel.linear import Captured
 from ..parallel.link import Link
@@ -63,10 +64,13 @@ class Block:
 
 @dataclass
 class Graph:
-    """A block ready for backward: its input, and its outputs by piece."""
+    """A block ready for backward: its input, and of its outputs, by piece, where gradients enter, and their type.
+
+    The outputs themselves need not be kept.
+    """
 
     leaf: Tensor
-    outputs: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, tuple[GradientEdge, torch.dtype]] = field(default_factory=dict)
 
 
 @dataclass

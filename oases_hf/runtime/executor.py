@@ -193,8 +193,7 @@ class Run:
     def _project(self, collective: Collective) -> None:
         inner = self._inners[collective.siblings()[0]]
         key = (collective.block, collective.sub_batch)
-        device, piece = inner.captured[0].x.device, collective.piece
-        recompute = collective.tensor == "recomputed"
+        device, piece, recompute = inner.captured[0].x.device, collective.piece, collective.tensor == "recomputed"
         with torch.set_grad_enabled(inner.recording), self._inside(key, recompute, device, piece=piece):
             share = inner.project(piece)
         self._made(collective, share)
@@ -202,7 +201,8 @@ class Run:
     def _made(self, collective: Collective, share: Tensor) -> None:
         """Keep a piece of a block's output: for its all-reduce, and for backward."""
         if share.requires_grad:
-            self._graphs[collective.block, collective.sub_batch].outputs[collective.piece] = share
+            graph = self._graphs[collective.block, collective.sub_batch]
+            graph.outputs[collective.piece] = torch.autograd.graph.get_gradient_edge(share), share.dtype
         if collective in self._ready.sent:
             self._partials[collective] = share.detach()
 
@@ -281,10 +281,10 @@ class Run:
     def _backward(self, key: Key) -> None:
         graph = self._graphs.pop(key)
         self._inputs.pop(key, None)
-        outputs = [graph.outputs[piece] for piece in range(len(graph.outputs))]
+        edges, dtypes = zip(*(graph.outputs[piece] for piece in range(len(graph.outputs))), strict=True)
         grad = self._through_norm(key)
-        grads = [grad] if len(outputs) == 1 else grad.flatten(0, -2).tensor_split(len(outputs))
-        torch.autograd.backward(outputs, [g.to(y.dtype) for g, y in zip(grads, outputs, strict=True)])
+        grads = [grad] if len(edges) == 1 else grad.flatten(0, -2).tensor_split(len(edges))
+        torch.autograd.backward(edges, [g.to(dtype) for g, dtype in zip(grads, dtypes, strict=True)])
         assert graph.leaf.grad is not None
         self._partials[Collective(*key, "input_grad")] = graph.leaf.grad
 

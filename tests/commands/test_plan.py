@@ -171,6 +171,7 @@ ARGUMENTS = {
     "--layers": ("0", "0: choose 1 or more"),
     "--sub-batches": ("1,x", "invalid list of whole numbers value: '1,x'"),
     "--memory-gib": ("0", "0: choose a number above 0"),
+    "--json": ("/nowhere/plan.json", "/nowhere/plan.json: there is no such folder; make it first"),
     "--gap": ("1", "1: choose a number from 0 to below 1"),
 }
 

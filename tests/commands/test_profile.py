@@ -90,7 +90,6 @@ REFUSED = {
     "no such folder": (["/nowhere/model"], "there is no folder /nowhere/model; give that of a model, or a hub id"),
     "too long": (["GPT2", "--seq", "65"], "--seq 65: the model takes up to 64 tokens"),
     "no GPUs": (["GPT2", "--device", "cuda"], "--device cuda: 2 ranks on 0 GPUs, each needs one; choose --device cpu"),
-    "no folder": (["GPT2", "--out", "/nowhere/costs.json"], "--out /nowhere/costs.json: there is no such folder; make"),
 }
 
 
