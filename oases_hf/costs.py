@@ -86,12 +86,14 @@ class KindCosts:
         parameters: degree → elements that the most loaded rank holds.
         timings: degree → number of sub-batches → :class:`Timing`.
         saved_hiddens: hidden tensors saved per block for recompute (2 for a norm on the block's output, else 1).
+        norm_hiddens: hidden tensors saved per block that is not recomputed, beside its graph (1 where a norm follows).
     """
 
     name: str
     parameters: Mapping[int, int]
     timings: Mapping[int, Mapping[int, Timing]]
     saved_hiddens: int = 1
+    norm_hiddens: int = 0
 
 
 @dataclass(frozen=True)
@@ -248,6 +250,7 @@ def _kind(fields: dict[str, Any]) -> KindCosts:
             for degree, row in fields["timings"].items()
         },
         saved_hiddens=fields["saved_hiddens"],
+        norm_hiddens=fields["norm_hiddens"],
     )
 
 

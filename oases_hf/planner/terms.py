@@ -85,6 +85,10 @@ class Terms:
         broadcast_ms = rooted * costs.all_reduce_ms(holders, held * size.parameter) if owners > 1 else 0.0
         gradient_bytes = held * size.parameter_gradient
         full = choice.recompute == "full"
+        hidden_bytes = elements * size.forward
+        saved_bytes = kind.saved_hiddens * hidden_bytes
+        if not full:
+            saved_bytes = timing.graph_bytes + kind.norm_hiddens * hidden_bytes
         return BlockTerms(
             degree=degree,
             forward_ms=timing.forward_ms,
@@ -97,7 +101,7 @@ class Terms:
             parameter_bytes=held * size.parameter,
             gradient_bytes=-(-gradient_bytes // keepers),
             optimizer_bytes=-(-held * size.optimizer_state // owners),
-            saved_bytes=sub_batches * (kind.saved_hiddens * elements * size.forward if full else timing.graph_bytes),
+            saved_bytes=sub_batches * saved_bytes,
             runtime_bytes=timing.runtime_bytes
             + (timing.graph_bytes if full else 0)
             + sub_batches * elements * size.gradient

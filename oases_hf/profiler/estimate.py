@@ -4,17 +4,15 @@ One layer is sharded as each degree shards it, for ranks that are not there, and
 They are said to be on a CPU, where attention takes the fused kernel that it takes on GPUs; on torch's meta device it
 would take the one that keeps all scores.
 
-Exact, to what ranks hold: parameters, gradients, optimizer state, the hidden tensors kept for recompute, and what
-autograd keeps of a block that is not recomputed. Bounds from above:
+Exact, to what ranks hold: parameters, gradients, optimizer state, the hidden tensors kept for recompute (but for one
+in all that BERT keeps besides), and what is kept of a block that is not recomputed. Bounds from above:
 
 * Temporaries are what operators return, at the peak of the block, or of the loss, that needs most.
 * Logits are there three times, in float32.
 * Dropout masks have the element size of what they mask; on GPUs that is a byte.
 
-Not counted are the workspaces of kernels, fragmentation, the masks of padded rows, and, of a block that is not
-recomputed, its output, which the executor holds until backward (and what the norm behind it is of, if there is one).
-Attention dropout keeps nothing unless attention is eager: fused kernels draw the mask again. All layers are taken to be
-like the first.
+Not counted are the workspaces of kernels, fragmentation, and the masks of padded rows. Attention dropout keeps nothing
+unless attention is eager: fused kernels draw the mask again. All layers are taken to be like the first.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ def _links(mesh: Mesh, degrees: tuple[int, ...], device: torch.device) -> tuple[
 def kind_costs(block: Block, parameters: dict[int, int], timings: dict[int, dict[int, Timing]]) -> KindCosts:
     """What a block of every layer costs: its elements, and times and bytes, by degree."""
     saved_hiddens = 2 if block.join and block.join.of == "output" else 1
-    return KindCosts(block.name, parameters, timings, saved_hiddens)
+    return KindCosts(block.name, parameters, timings, saved_hiddens, norm_hiddens=1 if block.join else 0)
 
 
 def element_bytes(dtype: torch.dtype, workload: Workload, device: torch.device, autocast: Autocast) -> ElementBytes:

@@ -67,6 +67,7 @@ def random_table(seed: int, tmp_size: int, kinds: int) -> CostTable:
             parameters={degree: count // degree for degree in degrees},
             timings={degree: {k: random_timing(draw, degree, k) for k in (1, 2, 4)} for degree in degrees},
             saved_hiddens=draw.choice((1, 2)),
+            norm_hiddens=draw.choice((0, 1)),
         )
 
     def curve(ranks: int) -> Curve:

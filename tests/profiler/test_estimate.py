@@ -103,4 +103,6 @@ def test_it_is_what_ranks_hold(ranks: Worlds, family: str, degree: int, recomput
         if recompute == "full":
             assert timing.runtime_bytes == pytest.approx(max(rank.temporaries[block] for rank in found), rel=0.2)
     if recompute == "none" and family not in MIXED:
-        assert said.saved == 2 * sum(found[0].graphs.values())
+        norms = sum(kind.norm_hiddens for kind in table.kinds) * LAYERS * hidden
+        assert found[0].hiddens == norms
+        assert said.saved == 2 * sum(found[0].graphs.values()) + norms
