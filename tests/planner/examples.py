@@ -62,12 +62,14 @@ def random_table(seed: int, tmp_size: int, kinds: int) -> CostTable:
 
     def kind(name: str) -> KindCosts:
         count = draw.randrange(1_000, 4_000)
+        timings = {degree: {k: random_timing(draw, degree, k) for k in (1, 2, 4)} for degree in degrees}
+        saved_hiddens, norm_hiddens = draw.choice(((1, 0), (2, 1)))  # without a norm behind blocks, and with one
         return KindCosts(
             name,
             parameters={degree: count // degree for degree in degrees},
-            timings={degree: {k: random_timing(draw, degree, k) for k in (1, 2, 4)} for degree in degrees},
-            saved_hiddens=draw.choice((1, 2)),
-            norm_hiddens=draw.choice((0, 1)),
+            timings=timings,
+            saved_hiddens=saved_hiddens,
+            norm_hiddens=norm_hiddens,
         )
 
     def curve(ranks: int) -> Curve:
