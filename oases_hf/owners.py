@@ -1,11 +1,9 @@
-"""Who owns the optimizer state of what several ranks hold, and what memory a rank then needs. Pure arithmetic."""
+"""Who owns the optimizer state of what several ranks hold. Pure arithmetic."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-from .plan import ShardOptimizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,26 +20,6 @@ class Held:
     ranks: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """The bytes that one rank keeps for training, activations aside.
-
-    Attributes:
-        parameters: of what it holds.
-        gradients: when they are most; without the gradients of the one or two blocks whose reduction runs.
-        states: of the optimizer.
-    """
-
-    parameters: int
-    gradients: int
-    states: int
-
-    @property
-    def total(self) -> int:
-        """All of it."""
-        return self.parameters + self.gradients + self.states
-
-
 def deal(held: Sequence[Held]) -> list[int]:
     """The owner of each of ``held``: the same on all ranks that hold the same.
 
@@ -54,19 +32,3 @@ def deal(held: Sequence[Held]) -> list[int]:
         owners[i] = min(of_ranks, key=of_ranks.__getitem__)
         of_ranks[owners[i]] += held[i].bytes
     return owners
-
-
-def footprint(held: Sequence[Held], rank: int, how: ShardOptimizer, state_bytes_per_byte: float = 2.0) -> Footprint:
-    """What ``rank``, which holds ``held``, keeps.
-
-    Args:
-        held: all that is trained.
-        rank: one of the ranks of each.
-        how: the plan's ``shard_optimizer``.
-        state_bytes_per_byte: optimizer state per parameter byte, both in bytes: 2 for AdamW in the parameters' type.
-    """
-    everything = sum(each.bytes for each in held)
-    owned = sum(each.bytes for each, owner in zip(held, deal(held), strict=True) if owner == rank)
-    stepped = everything if how == "off" else owned
-    gradients = owned if how == "reduce" else everything
-    return Footprint(everything, gradients, round(stepped * state_bytes_per_byte))

@@ -15,11 +15,12 @@ from oases_hf.plan import SCHEDULE_NAMES, ScheduleName
 
 from .families import FAMILIES, PADDINGS, Padding
 from .pairwise import covering, pairs_of
-from .parallel import full_gradients, full_parameters, one_step, parallel
-from .parity import GRADIENT_FLOAT32, ZERO_GRADIENT_FLOOR, assert_gradients, assert_loss, assert_updates
+from .parallel import full_gradients, one_step, parallel
+from .parity import GRADIENT_FLOAT32, assert_gradients, assert_loss
 from .ranks import Worlds
 from .reference import Run, cached, reference
 from .tiny import Attention, Batch
+from .training import assert_trains_as, with_gradient
 
 DEGREES = (1, 2, 4)
 ROWS, SEQ = 5, 12
@@ -126,24 +127,8 @@ STEPS, LIMIT = 5, 0.5
 def train(name: str, tmp_size: int, wanted: Run) -> None:
     """On a rank: five AdamW steps, clipped, against one process."""
     model = FAMILIES[name].model().train()
-    state = parallel(model, tmp_size, defer_weight_grads=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    for step in range(STEPS):
-        loss = one_step(model, batches(name, "right", state.mesh.data.size, step))
-        if step == 0:
-            assert_gradients(full_gradients(model), wanted.gradients)
-        assert_loss(loss, wanted.losses[step])
-        norm = float(state.gradients.clip(list(model.parameters()), LIMIT))
-        assert norm == pytest.approx(wanted.grad_norms[step], rel=1e-10)
-        optimizer.step()
-    after = full_parameters(model)
-    assert_updates(after, wanted.end, wanted.start, floor=ZERO_GRADIENT_FLOOR)
-    assert_updates(*(with_gradient(name, tensors) for tensors in (after, wanted.end, wanted.start)))
-
-
-def with_gradient(name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Without those whose exact gradient is zero: what one finds is rounding noise."""
-    return {n: tensor for n, tensor in tensors.items() if FAMILIES[name].has_gradient(n)}
+    worlds = parallel(model, tmp_size, defer_weight_grads=True).mesh.data.size
+    assert_trains_as(wanted, model, name, LIMIT, lambda step: one_step(model, batches(name, "right", worlds, step)))
 
 
 def assert_noise(name: str, gradients: dict[str, Tensor], relative: float) -> None:

@@ -18,13 +18,14 @@ from oases_hf.models.converted import converted
 from oases_hf.plan import SCHEDULE_NAMES, Recompute, ScheduleName
 
 from .families import FAMILIES, PADDINGS, Padding
-from .parallel import full_gradients, full_parameters, one_step, parallel
-from .parity import ZERO_GRADIENT_FLOOR, assert_gradients, assert_loss, assert_updates, float64_math
+from .parallel import full_gradients, one_step, parallel
+from .parity import assert_gradients, assert_loss, float64_math
 from .ranks import Worlds
 from .reference import Run, label_count, loss_of, reference
 from .test_dropout import FOUR_HEADS, slopes
-from .test_families import Expected, batches, expected, with_gradient
+from .test_families import Expected, batches, expected
 from .tiny import Attention, Batch, batch, tiny_llama
+from .training import assert_trains_as
 
 PLANS = 30
 
@@ -125,9 +126,9 @@ def train(family: str, degrees: tuple[int, ...], wanted: Run) -> None:
     """
     model = FAMILIES[family].model().train()
     state = parallel(model, 4, degrees=degrees, recompute=RECOMPUTE)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    for step in range(STEPS):
-        first, second = batches(family, "right", 2, step)
+
+    def step(number: int) -> float:
+        first, second = batches(family, "right", 2, number)
         counts = [label_count(model, rows) for rows in (first, second)]
         model.zero_grad()
         with plain(model):
@@ -136,15 +137,9 @@ def train(family: str, degrees: tuple[int, ...], wanted: Run) -> None:
         state.stack.reduce_now = True
         loss += backward(model, second, counts[1] / sum(counts))
         state.gradients.finish()
-        if step == 0:
-            assert_gradients(full_gradients(model), wanted.gradients)
-        assert_loss(loss, wanted.losses[step])
-        norm = float(state.gradients.clip(list(model.parameters()), LIMIT))
-        assert norm == pytest.approx(wanted.grad_norms[step], rel=1e-10)
-        optimizer.step()
-    after = full_parameters(model)
-    assert_updates(after, wanted.end, wanted.start, floor=ZERO_GRADIENT_FLOOR)
-    assert_updates(*(with_gradient(family, tensors) for tensors in (after, wanted.end, wanted.start)))
+        return loss
+
+    assert_trains_as(wanted, model, family, LIMIT, step)
 
 
 @pytest.mark.parametrize("family", ["llama", "bert", "gemma3"])

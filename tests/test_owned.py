@@ -17,16 +17,18 @@ from oases_hf.convert import plain
 from oases_hf.errors import BackwardError
 from oases_hf.integrations.optimizers import watch_steps
 from oases_hf.models.converted import Converted, converted
-from oases_hf.owners import Footprint, Held, deal, footprint
+from oases_hf.owners import Held, deal
 from oases_hf.plan import Recompute, ShardOptimizer
 
 from .families import FAMILIES
+from .footprint import Footprint, footprint
 from .parallel import full_gradients, full_parameters, parallel
-from .parity import ZERO_GRADIENT_FLOOR, assert_gradients, assert_loss, assert_updates, float64_math
+from .parity import assert_gradients, float64_math
 from .ranks import Worlds
 from .reference import Run, label_count, loss_of, reference
-from .test_families import batches, with_gradient
+from .test_families import batches
 from .tiny import Batch, batch, tiny_llama
+from .training import assert_trains_as
 
 STEPS, LIMIT = 5, 0.5
 WAYS: tuple[ShardOptimizer, ...] = ("keep", "reduce")
@@ -82,24 +84,18 @@ def train(family: str, tmp_size: int, degrees: tuple[int, ...], how: ShardOptimi
     model = FAMILIES[family].model()
     state = owned_model(model, tmp_size, degrees, how)
     world, worlds = state.mesh.data.rank, state.mesh.data.size
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
-    for step in range(STEPS):
-        data = batches(family, "right", 2 * worlds, step)
+
+    def step(number: int) -> float:
+        data = batches(family, "right", 2 * worlds, number)
         counts = [label_count(model, rows) for rows in data]
         first, second = data[world], data[worlds + world]
         model.zero_grad()
-        with nullcontext() if step % 2 else plain(model):
+        with nullcontext() if number % 2 else plain(model):
             loss = micro_batch(model, first, counts[world] / sum(counts), last=False)
         loss += micro_batch(model, second, counts[worlds + world] / sum(counts), last=True)
-        if step == 0:
-            assert_gradients(full_gradients(model), wanted.gradients)
-        assert_loss(state.mesh.data.all_reduce(torch.tensor(loss, dtype=torch.float64)), wanted.losses[step])
-        norm = float(state.gradients.clip(list(model.parameters()), LIMIT))
-        assert norm == pytest.approx(wanted.grad_norms[step], rel=1e-10)
-        optimizer.step()
-    after = full_parameters(model)
-    assert_updates(after, wanted.end, wanted.start, floor=ZERO_GRADIENT_FLOOR)
-    assert_updates(*(with_gradient(family, tensors) for tensors in (after, wanted.end, wanted.start)))
+        return float(state.mesh.data.all_reduce(torch.tensor(loss, dtype=torch.float64)))
+
+    assert_trains_as(wanted, model, family, LIMIT, step)
 
 
 LAYOUTS: dict[str, tuple[int, tuple[int, ...]]] = {

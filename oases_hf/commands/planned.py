@@ -10,7 +10,7 @@ from typing import get_args
 from ..costs import CostTable
 from ..errors import ConfigError
 from ..plan import ShardOptimizer
-from ..planner import BlockPrediction, Choice, Prediction, Problem, Solution, explain, predict
+from ..planner import BlockPrediction, Choice, Prediction, Problem, Solution, explain, predict_uniform
 from ..planner.problem import GIB
 
 MIB = 2**20
@@ -139,19 +139,13 @@ def comparison(solution: Solution) -> str:
 
 def _uniform(problem: Problem, choice: Choice) -> tuple[int, Prediction]:
     """The fastest number of sub-batches that fits, or the fastest of all, for one choice for all blocks."""
-    blocks = len(problem.blocks)
-    degrees, recompute = (choice.degree,) * blocks, (choice.recompute,) * blocks
-    steps = [(number, predict(problem, degrees, recompute, number)) for number in problem.sub_batches]
-    return min(steps, key=lambda each: (not _fits(problem, each[1]), each[1].step_ms))
+    steps = [(number, predict_uniform(problem, choice, number)) for number in problem.sub_batches]
+    return min(steps, key=lambda each: (not each[1].memory.fits(problem), each[1].step_ms))
 
 
 def _compared(name: str, recompute: str, sub_batches: int, step: Prediction, problem: Problem, ratio: float) -> str:
-    fits = "yes" if _fits(problem, step) else "no"
+    fits = "yes" if step.memory.fits(problem) else "no"
     return (
         f"{name:<12}{recompute:>11}{sub_batches:>13}{step.step_ms:>11.1f}{step.memory.total / GIB:>9.2f}"
         f"{fits:>6}{ratio:>8.3f}"
     )
-
-
-def _fits(problem: Problem, step: Prediction) -> bool:
-    return step.memory.total <= problem.memory_limit_gib * GIB

@@ -10,10 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import ConfigError
 from ..models import family_of
-from ..models.reading import class_of, read_config
+from ..models.reading import WEIGHTS, class_of, read_config
 from ..profiler import Architecture, Autocast
-
-_WEIGHTS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "mixed": torch.float32}
 
 
 def architecture_of(options: argparse.Namespace) -> Architecture:
@@ -30,7 +28,7 @@ def architecture_of(options: argparse.Namespace) -> Architecture:
     if most is not None and options.seq > most:
         raise ConfigError(f"--seq {options.seq}: the model takes up to {most} tokens")
     family_of(config)
-    model = Architecture(class_of(config), config, _WEIGHTS[options.dtype])
+    model = Architecture(class_of(config), config, WEIGHTS[options.dtype])
     with FakeTensorMode():
         made = model.of_one_layer().config
     config._attn_implementation, config.dtype = made._attn_implementation, model.dtype

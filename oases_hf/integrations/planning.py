@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ def _uniform(model: PreTrainedModel, mesh: Mesh, config: OasesConfig) -> Plan:
     sub_batches = config.sub_batches or kind(schedule).sub_batches
     degree = config.degree if isinstance(config.degree, int) else mesh.tmp.size
     blocks = block_count(model)
-    recompute: Recompute = "none" if config.recompute == "none" else "full"
+    recompute = cast(Recompute, config.recompute or "full")
     return Plan(
         describe(model),
         mesh.tmp.size,
@@ -49,13 +49,8 @@ def _uniform(model: PreTrainedModel, mesh: Mesh, config: OasesConfig) -> Plan:
         schedule,
         sub_batches,
         (recompute,) * blocks,
-        _shard_optimizer(config) or "off",
+        cast(ShardOptimizer, config.shard_optimizer or "off"),
     )
-
-
-def _shard_optimizer(config: OasesConfig) -> ShardOptimizer | None:
-    """What was asked for, if anything."""
-    return next((known for known in get_args(ShardOptimizer) if known == config.shard_optimizer), None)
 
 
 def _planned(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh, config: OasesConfig) -> Plan:
@@ -73,21 +68,16 @@ def _planned(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh, confi
     device = accelerator.device
     costs = profile(Architecture.of(model), mesh, workload, device, accelerator.autocast, say=say)
     numbers = (config.sub_batches,) if config.sub_batches else workload.sub_batches
-    recompute = config.recompute
     problem = Problem(
         costs,
         block_count(model) // len(costs.kinds),
         config.memory_gib or _memory_gib(mesh, device),
         accelerator.gradient_accumulation_steps,
         tuple(n for n in numbers if n <= workload.rows),
-        "full" if recompute == "full" else "none" if recompute == "none" else "auto",
-        (asked,) if (asked := _shard_optimizer(config)) else get_args(ShardOptimizer),
+        cast(Literal["auto"] | Recompute, config.recompute or "auto"),
+        (cast(ShardOptimizer, config.shard_optimizer),) if config.shard_optimizer else get_args(ShardOptimizer),
     )
-    answer = _Answer.of(problem, model) if mesh.world.rank == 0 else _Answer()
-    told = [answer]
-    if mesh.control.group is not None:
-        dist.broadcast_object_list(told, src=0, group=mesh.control.group)
-    (answer,) = told
+    answer = mesh.from_first(lambda: _Answer.of(problem, model))
     if answer.plan is None:
         raise ConfigError(answer.reason)
     for line in answer.reason.splitlines():

@@ -5,10 +5,19 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import torch
 import transformers
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ..errors import ConfigError
+
+WEIGHTS: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "mixed": torch.float32,
+}
+"""The dtype of weights, by what users call a precision; ``mixed`` computes under bfloat16 autocast."""
 
 
 def read_config(model: str | None, config: str | None) -> PretrainedConfig:
@@ -44,6 +53,13 @@ def class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
         raise ConfigError(f"the config's architecture {name} is not a model of transformers {transformers.__version__}")
     return found
+
+
+def keep_layers(config: PretrainedConfig, layers: int) -> None:
+    """Let ``config`` be of the first so many layers."""
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
 
 
 def first_line(error: BaseException) -> str:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,8 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from ..errors import ConfigError, DistributedError, UnsupportedModelError
+
+T = TypeVar("T")
 
 RENDEZVOUS_TIMEOUT_S = 60.0
 """How long ranks wait for one that is elsewhere, and may come: to give up loses what was to be saved."""
@@ -202,6 +205,14 @@ class Mesh:
         if (within, stride) not in self._axes:
             self._axes[within, stride] = _axis(self.world.size, within, stride, self.world.rank)
         return self._axes[within, stride]
+
+    def from_first(self, find: Callable[[], T]) -> T:
+        """What ``find`` returns on the first rank, on every rank; it is called there only."""
+        told: list[Any] = [find() if self.world.rank == 0 else None]
+        if self.control.group is not None:
+            dist.broadcast_object_list(told, src=0, group=self.control.group)
+        found: T = told[0]
+        return found
 
     def meet(self, what: str) -> None:
         """Wait until every rank is here; raise on those that are when some are not.

@@ -4,7 +4,7 @@ Read ``terms`` for the cost model, ``solver`` for how the best plan is found.
 """
 
 from .explanation import explain
-from .prediction import BlockPrediction, Memory, Prediction, predict
+from .prediction import BlockPrediction, Memory, Prediction, predict, predict_uniform
 from .problem import Choice, Problem
 from .solver import Solution, plan_of, solve
 
@@ -18,5 +18,6 @@ __all__ = [
     "explain",
     "plan_of",
     "predict",
+    "predict_uniform",
     "solve",
 ]

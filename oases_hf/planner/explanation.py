@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from itertools import groupby
 
-from .prediction import Prediction, predict
+from .prediction import Prediction, predict_uniform
 from .problem import GIB, Choice
 from .solver import Solution
 
@@ -48,11 +48,10 @@ def _memory(solution: Solution) -> str:
 def _uniform(solution: Solution) -> list[str]:
     """One sentence per uniform plan in the same mode, the plan itself left out."""
     problem, lines = solution.problem, []
-    blocks = len(problem.blocks)
+    chosen = set(map(Choice, solution.degrees, solution.recompute))
     for choice in problem.choices(problem.choosable_degrees):
-        degrees, recompute = (choice.degree,) * blocks, (choice.recompute,) * blocks
-        if (degrees, recompute) != (solution.degrees, solution.recompute):
-            other = predict(problem, degrees, recompute, solution.sub_batches, solution.shard_optimizer)
+        if chosen != {choice}:
+            other = predict_uniform(problem, choice, solution.sub_batches, solution.shard_optimizer)
             lines.append(_compared(solution, choice, other))
     return lines
 

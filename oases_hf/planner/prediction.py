@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from ..errors import ConfigError
 from ..plan import Recompute, ShardOptimizer
-from .problem import Choice, Mode, Problem, is_chain
+from .problem import GIB, Choice, Mode, Problem, is_chain
 from .terms import BlockTerms, Terms
 
 
@@ -43,6 +43,10 @@ class Memory:
     def total(self) -> int:
         """All of it."""
         return self.parameters + self.gradients + self.optimizer + self.saved + self.runtime
+
+    def fits(self, problem: Problem) -> bool:
+        """Whether it is within the limit."""
+        return self.total <= problem.memory_limit_gib * GIB
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,14 @@ def predict(
     terms = Terms(problem, Mode(sub_batches, shard_optimizer))
     choices = map(Choice, degrees, recompute)
     return _predicted(terms, [terms.block(kind, choice) for kind, choice in zip(problem.blocks, choices, strict=True)])
+
+
+def predict_uniform(
+    problem: Problem, choice: Choice, sub_batches: int, shard_optimizer: ShardOptimizer = "off"
+) -> Prediction:
+    """Predict the plan with one choice for all blocks; raises as :func:`predict` does."""
+    blocks = len(problem.blocks)
+    return predict(problem, (choice.degree,) * blocks, (choice.recompute,) * blocks, sub_batches, shard_optimizer)
 
 
 def _predicted(terms: Terms, blocks: list[BlockTerms]) -> Prediction:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ..costs import CostTable, Curve, ElementBytes, KindCosts, Outside, Slowdown, Timing
 from ..errors import ConfigError
 from ..models import Block, Family, family_of
-from ..parallel.mesh import Mesh
+from ..models.reading import keep_layers
+from ..parallel.mesh import Axis, Mesh
 from .layer import Autocast, DegreeProfile, LayerProfile
 from .link import LinkProfile
 
@@ -60,9 +61,7 @@ class Architecture:
     def of_one_layer(self) -> PreTrainedModel:
         """A random model with one of its layers; alike on all ranks, and no generator draws."""
         config = copy.deepcopy(self.config)
-        config.num_hidden_layers = 1
-        if getattr(config, "layer_types", None):
-            config.layer_types = config.layer_types[:1]
+        keep_layers(config, 1)
         if config.pad_token_id is None:
             config.pad_token_id = 0  # else classifiers refuse batches of more than one row
         with torch.random.fork_rng([]), _default_dtype(self.dtype):
@@ -88,7 +87,7 @@ def profile(
         device: of this rank.
         autocast: makes the context that training computes in.
         cache: folder of tables measured before; by default in the user's cache folder.
-        say: is told of progress, on the first rank.
+        say: is told of progress, on every rank.
 
     Raises:
         UnsupportedModelError: no family serves the model.
@@ -96,15 +95,15 @@ def profile(
     """
     marks = fingerprint(model, mesh, workload, device, autocast)
     path = (cache or cache_folder()) / f"{_digest(marks)}.json"
-    known = _told_by_first(mesh, lambda: path.read_text() if path.exists() else None)
+    known = mesh.from_first(lambda: path.read_text() if path.exists() else None)
     if known is not None:
         say(f"costs: as measured before, {path}")
         return CostTable.from_json(known)
-    table = _measure(model, mesh, workload, device, autocast, marks, say if mesh.world.rank == 0 else lambda line: None)
+    table = _measure(model, mesh, workload, device, autocast, marks, say)
     if mesh.world.rank == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         table.save(path)
-        say(f"costs: written to {path}")
+    say(f"costs: written to {path}")
     return table
 
 
@@ -204,15 +203,13 @@ def _links(mesh: Mesh, degrees: tuple[int, ...], device: torch.device) -> tuple[
     reducing = [*map(mesh.axis, degrees), *(mesh.axis(world, degree) for degree in degrees), mesh.data]
     ends = sorted({*degrees, tmp})
     gathering = [mesh.axis(high, low) for low in ends for high in ends if low < high and high % low == 0]
-    all_reduce: dict[int, Curve] = {}
-    all_gather: dict[int, Curve] = {}
-    for axis in (axis for axis in reducing if axis.size > 1):
-        if axis.size not in all_reduce:
-            all_reduce[axis.size] = link.all_reduce(axis)
-    for axis in gathering:
-        if axis.size not in all_gather:
-            all_gather[axis.size] = link.all_gather(axis)
-    return all_reduce, all_gather
+    all_reduce = {size: link.all_reduce(axis) for size, axis in _by_size(reducing).items()}
+    return all_reduce, {size: link.all_gather(axis) for size, axis in _by_size(gathering).items()}
+
+
+def _by_size(axes: Sequence[Axis]) -> dict[int, Axis]:
+    """One axis, the first, of each size above 1."""
+    return {axis.size: axis for axis in reversed(axes) if axis.size > 1}
 
 
 def kind_costs(block: Block, parameters: dict[int, int], timings: dict[int, dict[int, Timing]]) -> KindCosts:
@@ -254,11 +251,3 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 def _digest(marks: dict[str, str]) -> str:
     return hashlib.sha256(repr(sorted(marks.items())).encode()).hexdigest()[:24]
-
-
-def _told_by_first(mesh: Mesh, find: Callable[[], Any]) -> Any:
-    """What the first rank finds, on every rank."""
-    told = [find() if mesh.world.rank == 0 else None]
-    if mesh.control.group is not None:
-        dist.broadcast_object_list(told, src=0, group=mesh.control.group)
-    return told[0]

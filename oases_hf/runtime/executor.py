@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, assert_never, get_args
+from typing import Any, assert_never
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from ..schedule import (
     block_of,
     to_text,
 )
-from ..schedule.instructions import Moved, Reduced
+from ..schedule.instructions import Reduced
 from .block import Autocast, Block, Graph, Inner, Rows
 from .step import Ready, Watch, unwatched
 
@@ -230,7 +230,7 @@ class Run:
             yield
 
     def _start(self, collective: Collective) -> None:
-        if collective.tensor in get_args(Moved):
+        if collective.moves_rows:
             stream, key = self._stream(collective)
             self._flying[collective] = self._rows.between[collective.block].start_gather_rows(stream[key])
             return
@@ -242,7 +242,7 @@ class Run:
     def _sync(self, collective: Collective) -> None:
         tensor, work = self._flying.pop(collective)
         work.wait()
-        if collective.tensor in get_args(Moved):
+        if collective.moves_rows:
             stream, key = self._stream(collective)
             stream[key] = tensor
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, assert_never, get_args
+from typing import Literal, assert_never
 
 from ..errors import ScheduleError
 from .instructions import (
@@ -30,7 +30,7 @@ from .instructions import (
     Sync,
     to_text,
 )
-from .passes import Move
+from .passes import Move, gathers
 
 Name = Literal[
     "hidden",  # the input of a block, in forward
@@ -72,7 +72,7 @@ def requires(op: Instruction, sub_batches: int) -> list[Fact]:
         case Project(collective):
             return [Fact("inner", collective.siblings()[0])]
         case StartAsync(collective):
-            return [Fact("to_gather" if _is_moved(collective) else "partial", collective)]
+            return [Fact("to_gather" if collective.moves_rows else "partial", collective)]
         case Slice(collective):
             return [Fact("to_slice", collective)]
         case Sync(collective):
@@ -85,10 +85,6 @@ def requires(op: Instruction, sub_batches: int) -> list[Fact]:
             return [Fact("weight_grad", (block, k)) for k in range(sub_batches)]
         case _:
             assert_never(op)
-
-
-def _is_moved(collective: Collective) -> bool:
-    return collective.tensor in get_args(Moved)
 
 
 def _outputs(tensor: Reduced, op: Forward | Recompute) -> Fact:
@@ -105,8 +101,8 @@ def _reaches(tensor: Moved, block: int, k: int, changes: Mapping[int, Move]) -> 
     """What holds when the stream gets from the block before to ``block``, or its gradient the other way."""
     if block not in changes:
         return _there(tensor, block, k)
-    gathers = (changes[block] == "gather") != (tensor == "grad")
-    return Fact("to_gather" if gathers else "to_slice", Collective(block, k, tensor))
+    collective = Collective(block, k, tensor)
+    return Fact("to_gather" if gathers(changes[block], tensor) else "to_slice", collective)
 
 
 def _joined(collective: Collective, changes: Mapping[int, Move]) -> Fact:
@@ -145,7 +141,7 @@ def _apply(op: Instruction, facts: set[Fact], changes: Mapping[int, Move]) -> No
             if whole and (collective.tensor == "recomputed" or Fact("recording", at) in facts):
                 facts.add(Fact("graph", at))
         case StartAsync(collective):
-            facts.remove(Fact("to_gather" if _is_moved(collective) else "partial", collective))
+            facts.remove(Fact("to_gather" if collective.moves_rows else "partial", collective))
             facts.add(Fact("flying", collective))
         case Slice(collective):
             facts.remove(Fact("to_slice", collective))

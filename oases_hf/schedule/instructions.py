@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from ..errors import ScheduleError
 
@@ -57,6 +57,11 @@ class Collective:
     def __str__(self) -> str:
         part = f":{self.piece}/{self.pieces}" if self.pieces > 1 else ""
         return f"{_LETTERS[self.tensor]}{self.block}.{self.sub_batch}{part}"
+
+    @property
+    def moves_rows(self) -> bool:
+        """Whether rows move between blocks of different degrees; else a sum goes over the block's ranks."""
+        return self.tensor in get_args(Moved)
 
     def siblings(self) -> tuple[Collective, ...]:
         """All pieces of the tensor that this is a piece of, itself included."""

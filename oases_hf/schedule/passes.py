@@ -134,6 +134,11 @@ def moves(degrees: Sequence[int], tmp_size: int) -> dict[int, Move]:
     return {i: "gather" if before < after else "slice" for i, (before, after) in pairs if before != after}
 
 
+def gathers(move: Move, tensor: Moved) -> bool:
+    """Whether ``tensor`` is gathered where forward makes ``move``: backward undoes what forward does."""
+    return (move == "gather") != (tensor == "grad")
+
+
 def reshard(schedule: Schedule, changes: Mapping[int, Move]) -> Schedule:
     """The same, rows moved between blocks of different degrees: ``changes`` as :func:`moves` returns them.
 
@@ -145,8 +150,8 @@ def reshard(schedule: Schedule, changes: Mapping[int, Move]) -> Schedule:
         if block not in changes:
             return
         collective = Collective(block, k, tensor)
-        gathers = (changes[block] == "gather") != (tensor == "grad")
-        yield from (StartAsync(collective), Sync(collective)) if gathers else (Slice(collective),)
+        both = StartAsync(collective), Sync(collective)
+        yield from both if gathers(changes[block], tensor) else (Slice(collective),)
 
     def change(ops: Ops) -> Iterator[Instruction]:
         for op in ops:

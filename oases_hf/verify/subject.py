@@ -14,18 +14,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ..convert import check_plain
 from ..errors import ConfigError
 from ..models import family_of
-from ..models.reading import first_line, read_config
-from .settings import Precision, Settings
+from ..models.reading import WEIGHTS, first_line, keep_layers, read_config
+from .settings import Settings
 from .tasks import Batch, Task, make_batch, task_of
 
 SEQ = 64
-
-_WEIGHTS: dict[Precision, torch.dtype] = {
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bfloat16": torch.bfloat16,
-    "mixed": torch.float32,
-}
 
 
 @dataclass(frozen=True)
@@ -72,7 +65,7 @@ class Subject:
         """
         auto = getattr(transformers, self.task.auto_class)
         settings, config = self.settings, copy.deepcopy(self.config)
-        how: dict[str, Any] = {"dtype": _WEIGHTS[settings.dtype], "attn_implementation": settings.attention}
+        how: dict[str, Any] = {"dtype": WEIGHTS[settings.dtype], "attn_implementation": settings.attention}
         torch.manual_seed(settings.seed)
         try:
             if settings.model is None:
@@ -108,9 +101,7 @@ class Subject:
 def _keep_layers(config: PretrainedConfig, layers: int) -> None:
     if layers > config.num_hidden_layers:
         raise ConfigError(f"--layers {layers}: the model has {config.num_hidden_layers} layers")
-    config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:layers]
+    keep_layers(config, layers)
 
 
 def _dropouts(config: PretrainedConfig) -> list[str]:

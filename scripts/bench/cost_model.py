@@ -37,8 +37,7 @@ from oases_hf import OasesPlugin, Plan
 from oases_hf.convert import describe
 from oases_hf.parallel.mesh import Mesh
 from oases_hf.plan import Recompute, ShardOptimizer
-from oases_hf.planner import Problem, plan_of, predict, solve
-from oases_hf.planner.problem import GIB
+from oases_hf.planner import Prediction, Problem, plan_of, predict, solve
 from oases_hf.profiler import Architecture, Workload, profile
 
 SEED = 0
@@ -138,12 +137,12 @@ def drawn(problem: Problem, model: str, count: int) -> Iterator[Plan]:
         degrees = tuple(draw.choices(problem.choosable_degrees, weights, k=blocks))
         recompute = tuple(draw.choices(RECOMPUTE, (1 - kept, kept), k=blocks))
         plan = Plan(model, problem.costs.tmp_size, degrees, "oases", draw.choice(SUB_BATCHES), recompute)
-        if plan not in found and predicted(problem, plan).memory.total <= problem.memory_limit_gib * GIB:
+        if plan not in found and predicted(problem, plan).memory.fits(problem):
             found.add(plan)
             yield plan
 
 
-def predicted(problem: Problem, plan: Plan) -> Any:
+def predicted(problem: Problem, plan: Plan) -> Prediction:
     """What the cost model says of ``plan``."""
     return predict(problem, plan.degrees, plan.recompute, plan.sub_batches, plan.shard_optimizer)
 
@@ -157,8 +156,7 @@ def uniform(problem: Problem, model: str, way: ShardOptimizer) -> Iterator[tuple
             for number in SUB_BATCHES
             for recompute in RECOMPUTE
         ]
-        limit = problem.memory_limit_gib * GIB
-        fitting = [plan for plan in plans if predicted(problem, plan).memory.total <= limit]
+        fitting = [plan for plan in plans if predicted(problem, plan).memory.fits(problem)]
         best = min(fitting or plans, key=lambda plan: predicted(problem, plan).step_ms)
         yield f"degree {degree}", best
 
@@ -248,8 +246,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for title, plan in plans:
         measured_ms, prediction = measure(options, plan), predicted(problem, plan)
-        fits = prediction.memory.total <= problem.memory_limit_gib * GIB
-        mib = prediction.memory.total / 2**20
+        mib, fits = prediction.memory.total / 2**20, prediction.memory.fits(problem)
         rows.append(Row(title, prediction.step_ms, measured_ms, mib, fits, plan.summary()))
         if first:
             print(f"{title}: {measured_ms:.0f} ms, predicted {prediction.step_ms:.0f}", flush=True)

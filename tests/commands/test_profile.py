@@ -11,7 +11,7 @@ from oases_hf import cli
 from oases_hf.commands.measured import table
 from oases_hf.costs import CostTable
 
-from ..environment import rank_environment
+from ..command_line import as_rank, assert_refused
 from ..families import FAMILIES
 from ..launch import run_launcher
 from ..planner.examples import by_hand
@@ -81,15 +81,10 @@ def test_the_table_says_what_a_whole_batch_takes() -> None:
     assert "all-reduce of 2 ranks: 3.00 ms for 0.000976562 KiB" in printed
 
 
-def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
-    for name, value in rank_environment(rank, size, 29500).items():
-        monkeypatch.setenv(name, value)
-
-
 REFUSED = {
     "no such folder": (["/nowhere/model"], "there is no folder /nowhere/model; give that of a model, or a hub id"),
-    "too long": (["GPT2", "--seq", "65"], "--seq 65: the model takes up to 64 tokens"),
-    "no GPUs": (["GPT2", "--device", "cuda"], "--device cuda: 2 ranks on 0 GPUs, each needs one; choose --device cpu"),
+    "too long": (["MODEL", "--seq", "65"], "--seq 65: the model takes up to 64 tokens"),
+    "no GPUs": (["MODEL", "--device", "cuda"], "--device cuda: 2 ranks on 0 GPUs, each needs one; choose --device cpu"),
 }
 
 
@@ -97,15 +92,8 @@ REFUSED = {
 def test_wrong_usage(
     case: str, gpt2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Found by every rank, before it waits for others; said by the first."""
     arguments, message = REFUSED[case]
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    for rank in (0, 1):
-        as_rank(monkeypatch, rank, 2)
-        command = ["profile", *GPT2, *(str(gpt2) if word == "GPT2" else word for word in arguments)]
-        assert cli.main(command) == 2
-        said = capsys.readouterr().err
-        assert said.startswith(f"oases-hf profile: error: {message}") if rank == 0 else said == ""
+    assert_refused("profile", [*GPT2, *arguments], message, gpt2, monkeypatch, capsys)
 
 
 def test_ranks_that_are_no_worlds_of_that_size(

@@ -13,7 +13,7 @@ import torch
 from oases_hf import cli
 from oases_hf.verify.settings import PRECISIONS
 
-from ..environment import rank_environment
+from ..command_line import as_rank, assert_refused
 from ..families import FAMILIES
 from ..launch import launch, run_launcher
 
@@ -69,11 +69,6 @@ def test_on_gpus(gpt2: Path, dtype: str) -> None:
     assert f"{dtype} on cuda" in done.stdout
 
 
-def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, size: int) -> None:
-    for name, value in rank_environment(rank, size, 29500).items():
-        monkeypatch.setenv(name, value)
-
-
 REFUSED = {
     "no such folder": (["/nowhere/model"], "there is no folder /nowhere/model; give that of a model, or a hub id"),
     "not in the hub": (["nobody/nothing"], "the hub's nobody/nothing cannot be read as a model's config: "),
@@ -81,10 +76,10 @@ REFUSED = {
         ["--config", "/nowhere/config.json"],
         "--config /nowhere/config.json cannot be read as a model's config: ",
     ),
-    "too many ranks": (["GPT2", "--tmp-size", "6"], "5 heads cannot be split over 6 ranks; choose a degree up to 5"),
-    "too many layers": (["GPT2", "--layers", "7"], "--layers 7: the model has 2 layers"),
-    "too long": (["GPT2", "--seq", "65"], "--seq 65: the model takes up to 64 tokens"),
-    "no GPUs": (["GPT2", "--device", "cuda"], "--device cuda: 2 ranks on 0 GPUs, each needs one; choose --device cpu"),
+    "too many ranks": (["MODEL", "--tmp-size", "6"], "5 heads cannot be split over 6 ranks; choose a degree up to 5"),
+    "too many layers": (["MODEL", "--layers", "7"], "--layers 7: the model has 2 layers"),
+    "too long": (["MODEL", "--seq", "65"], "--seq 65: the model takes up to 64 tokens"),
+    "no GPUs": (["MODEL", "--device", "cuda"], "--device cuda: 2 ranks on 0 GPUs, each needs one; choose --device cpu"),
 }
 
 
@@ -92,16 +87,8 @@ REFUSED = {
 def test_wrong_usage(
     case: str, gpt2: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Found by every rank, before it waits for others; said by the first."""
     arguments, message = REFUSED[case]
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    for rank in (0, 1):
-        as_rank(monkeypatch, rank, 2)
-        assert cli.main(["verify", *(str(gpt2) if word == "GPT2" else word for word in arguments)]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith(f"oases-hf verify: error: {message}") if rank == 0 else said == ""
-        assert said.count("\n") == (rank == 0)
+    assert_refused("verify", arguments, message, gpt2, monkeypatch, capsys)
 
 
 def test_weights_that_cannot_be_read(
