@@ -19,7 +19,7 @@ from oases_hf.integrations.optimizers import watch_steps
 from oases_hf.plan import SCHEDULE_NAMES, Recompute, ShardOptimizer
 from tests.families import FAMILIES
 from tests.parallel import full_gradients, full_parameters, one_step, parallel
-from tests.parity import assert_gradients, assert_loss, float64_math
+from tests.parity import ZERO_GRADIENT_FLOOR, assert_gradients, assert_loss, assert_updates, float64_math
 from tests.reference import gradients
 from tests.test_dropout import slopes
 from tests.tiny import batch, tiny_llama
@@ -93,26 +93,26 @@ def check_mixed() -> int:
     return compared
 
 
-def weights_after_steps(way: ShardOptimizer) -> dict[str, torch.Tensor]:
-    """Three AdamW steps of replicas whose optimizer state is kept in one way or another."""
+def weights_after_steps(way: ShardOptimizer) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Weights before and after three AdamW steps of replicas whose optimizer state is kept in one way or another."""
     model, world = cast(Any, FAMILIES["llama"].model()).cuda().train(), dist.get_world_size()
     state = parallel(model, world, degrees=[1, world // 2 or 1] * 2, shard_optimizer=way)
     watch_steps(state)
+    assert bool(state.gradients.ownership.owners) == (way != "off")
+    start = {name: tensor.clone() for name, tensor in full_parameters(model).items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(3):
         one_step(model, [on_gpu(FAMILIES["llama"].batch(ROWS, SEQ, padding="right", seed=step))])
         state.gradients.clip(list(model.parameters()), 0.5)
         optimizer.step()
-    return full_parameters(model)
+    return start, full_parameters(model)
 
 
 def check_owned() -> int:
-    """Owners of optimizer state train as all ranks would."""
-    plain = weights_after_steps("off")
-    ways: tuple[ShardOptimizer, ...] = ("keep", "reduce")
+    """Owners of optimizer state train as all ranks would, by the parity criterion; returns how many parameters."""
+    (start, plain), ways = weights_after_steps("off"), cast(tuple[ShardOptimizer, ...], ("keep", "reduce"))
     for way in ways:
-        for name, tensor in weights_after_steps(way).items():
-            torch.testing.assert_close(tensor, plain[name], rtol=1e-9, atol=1e-12)
+        assert_updates(weights_after_steps(way)[1], plain, start, floor=ZERO_GRADIENT_FLOOR)
     return len(plain)
 
 

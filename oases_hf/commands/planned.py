@@ -130,16 +130,20 @@ def comparison(solution: Solution) -> str:
     lines = [f"{'plan':<12}{'recompute':>11}{'sub-batches':>13}{'step ms':>11}{'GiB':>9}{'fits':>6}{'ratio':>8}"]
     lines.append(_compared("planned", "", solution.sub_batches, chosen, problem, 1.0))
     for choice in problem.choices(problem.choosable_degrees):
-        sub_batches, step = _uniform(problem, choice)
+        sub_batches, step = _uniform(solution, choice)
         name = f"degree {choice.degree}"
         ratio = step.step_ms / chosen.step_ms
         lines.append(_compared(name, choice.recompute, sub_batches, step, problem, ratio))
     return "\n".join(lines)
 
 
-def _uniform(problem: Problem, choice: Choice) -> tuple[int, Prediction]:
-    """The fastest number of sub-batches that fits, or the fastest of all, for one choice for all blocks."""
-    steps = [(number, predict_uniform(problem, choice, number)) for number in problem.sub_batches]
+def _uniform(solution: Solution, choice: Choice) -> tuple[int, Prediction]:
+    """The fastest number of sub-batches that fits, or the fastest of all, for one choice for all blocks.
+
+    Optimizer state is kept as the plan has it.
+    """
+    problem, way = solution.problem, solution.shard_optimizer
+    steps = [(number, predict_uniform(problem, choice, number, way)) for number in problem.sub_batches]
     return min(steps, key=lambda each: (not each[1].memory.fits(problem), each[1].step_ms))
 
 

@@ -62,7 +62,7 @@ def test_real_weights_learn_the_same_on_one_and_two_ranks(tmp_path: Path) -> Non
     assert right > 50, "more than have the most frequent topic"
     alone, shared = (logits_of(tmp_path / str(ranks), tmp_path / "topics.jsonl") for ranks in (1, 2))
     assert alone.argmax(-1).equal(shared.argmax(-1))
-    torch.testing.assert_close(alone, shared, rtol=0, atol=1e-4)
+    torch.testing.assert_close(alone, shared, rtol=0, atol=2e-5)  # of logits up to 2.8 in float32; 2.4e-6 was seen
 
 
 @torch.no_grad()
