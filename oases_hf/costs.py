@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -59,7 +59,7 @@ class Timing:
     """One sub-batch of one block, on one rank, at one degree and number of sub-batches.
 
     Attributes:
-        forward_ms: the forward without its all-reduce.
+        forward_ms: the forward without its all-reduce, but with what follows it (residual, norm).
         recompute_ms: the forward again in backward, without communication and without the last matmul.
         backward_ms: the backward without its all-reduce, nor recompute.
         weight_ms: of ``backward_ms``, the part that computes gradients of weights and can be deferred.
@@ -76,6 +76,18 @@ class Timing:
     runtime_bytes: int
     spread: float = 0.0
 
+    def scaled(self, factor: float) -> Timing:
+        """That of ``factor`` times as many rows."""
+        return replace(
+            self,
+            forward_ms=factor * self.forward_ms,
+            recompute_ms=factor * self.recompute_ms,
+            backward_ms=factor * self.backward_ms,
+            weight_ms=factor * self.weight_ms,
+            graph_bytes=round(factor * self.graph_bytes),
+            runtime_bytes=round(factor * self.runtime_bytes),
+        )
+
 
 @dataclass(frozen=True)
 class KindCosts:
@@ -87,6 +99,7 @@ class KindCosts:
         timings: degree → number of sub-batches → :class:`Timing`.
         saved_hiddens: hidden tensors saved per block for recompute (2 for a norm on the block's output, else 1).
         norm_hiddens: hidden tensors saved per block that is not recomputed, beside its graph (1 where a norm follows).
+        unowned: degree → of ``parameters``, those whose optimizer state every rank keeps (norms, shared KV heads).
     """
 
     name: str
@@ -94,6 +107,7 @@ class KindCosts:
     timings: Mapping[int, Mapping[int, Timing]]
     saved_hiddens: int = 1
     norm_hiddens: int = 0
+    unowned: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -138,11 +152,13 @@ class Outside:
         ms: forward and backward of one micro-batch, collectives included.
         parameters: elements that the most loaded rank holds.
         bytes: the peak of their activations and temporaries; none is alive while a block runs backward.
+        unowned: of ``parameters``, those whose optimizer state every rank keeps (positions, norms, biases).
     """
 
     ms: float
     parameters: int
     bytes: int
+    unowned: int = 0
 
 
 @dataclass(frozen=True)
@@ -183,10 +199,16 @@ class CostTable:
         """The degrees that every kind was measured at, growing."""
         return tuple(sorted(set.intersection(*(set(kind.timings) for kind in self.kinds))))
 
-    def timing(self, kind: KindCosts, degree: int, sub_batches: int) -> Timing:
-        """Of one kind at a degree and number of sub-batches; raises ConfigError if it was not measured."""
+    def timing(self, kind: KindCosts, degree: int, sub_batches: int, rows: int | None = None) -> Timing:
+        """Of one kind at a degree: as measured, or when a sub-batch is filled up to ``rows``.
+
+        Raises:
+            ConfigError: it was not measured at this degree or number of sub-batches.
+        """
         by_sub_batches = _measured(kind.timings, degree, f"{kind.name}: degree")
-        return _measured(by_sub_batches, sub_batches, f"{kind.name} at degree {degree}: sub_batches")
+        timing = _measured(by_sub_batches, sub_batches, f"{kind.name} at degree {degree}: sub_batches")
+        measured_rows = self.sub_batch_rows(degree, sub_batches)
+        return timing if rows is None or rows == measured_rows else timing.scaled(rows / measured_rows)
 
     def parameters(self, kind: KindCosts, degree: int) -> int:
         """Elements held by the most loaded rank; raises ConfigError if they were not counted."""
@@ -200,10 +222,14 @@ class CostTable:
         """Time to gather ``size_bytes`` in all; raises ConfigError if that group size was not measured."""
         return 0.0 if ranks == 1 else _measured(self.all_gather, ranks, "all_gather: group of")(size_bytes)
 
-    def hidden_elements(self, degree: int, sub_batches: int) -> int:
-        """Elements of one sub-batch's hidden tensor on a rank of a block of ``degree`` (uneven rows: the most)."""
-        sub_batch_rows = -(-self.rows // sub_batches)
-        return -(-sub_batch_rows // (self.tmp_size // degree)) * self.sequence * self.hidden
+    def sub_batch_rows(self, lowest_degree: int, sub_batches: int) -> int:
+        """Rows of the largest sub-batch, filled up so that all replicas of a plan's lowest degree have equally many."""
+        replicas = self.tmp_size // lowest_degree
+        return -(-self.rows // sub_batches // replicas) * replicas
+
+    def hidden_elements(self, degree: int, rows: int) -> int:
+        """Elements of the hidden tensor of a sub-batch of ``rows`` on a rank of a block of ``degree``."""
+        return rows // (self.tmp_size // degree) * self.sequence * self.hidden
 
     def to_json(self) -> str:
         """The table as JSON text."""
@@ -251,6 +277,7 @@ def _kind(fields: dict[str, Any]) -> KindCosts:
         },
         saved_hiddens=fields["saved_hiddens"],
         norm_hiddens=fields["norm_hiddens"],
+        unowned={int(degree): count for degree, count in fields["unowned"].items()},
     )
 
 

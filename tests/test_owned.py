@@ -184,12 +184,12 @@ def sent_bytes(how: ShardOptimizer) -> tuple[int, int, int]:
 
 
 def test_bytes_sent(ranks: Worlds) -> None:
-    """A reduction counts a gradient once, as an all-reduce does; the step sends every parameter once."""
+    """Of two replicas each sends what the other owns, which is half: gradients in backward, parameters in the step."""
     plainly, keeping, reducing = (ranks(4).run(sent_bytes, how) for how in ("off", *WAYS))
     for (size, rows_and_sums, nothing), keep, reduce in zip(plainly, keeping, reducing, strict=True):
         assert nothing == 0
-        assert keep == (size, rows_and_sums, size)
-        assert reduce == (size, rows_and_sums + 2 * size, size)
+        assert keep == (size, rows_and_sums - size // 2, size // 2)
+        assert reduce == (size, rows_and_sums + size // 2, size // 2)
 
 
 def saved_after_a_step(folder: Path, how: ShardOptimizer) -> None:

@@ -29,8 +29,7 @@ class GradientSync:
     Args:
         mesh: the ranks.
         layouts: every parameter of the model and how it is spread over the TMP world.
-        shard_optimizer: as a plan has it. Only parts have owners. What a rank holds whole (norms, biases, positions)
-            is small, and stays the same on all ranks of a TMP world to the last bit only if all do the same sums.
+        shard_optimizer: as a plan has it.
 
     Attributes:
         complete: no gradient is a rank's share of a sum, or of an average.
@@ -48,13 +47,13 @@ class GradientSync:
         self.early = True
         self.eager = shard_optimizer == "reduce"
         self.ownership = Ownership({} if shard_optimizer == "off" else self._replicated(), mesh.world.rank)
-        self._pending: dict[nn.Parameter, tuple[Pending, int]] = {}
+        self._pending: list[tuple[Pending, dict[nn.Parameter, int | None]]] = []
         self._settled: dict[nn.Parameter, int | None] = {}
         self._whole: set[nn.Parameter] = set()
 
     def _replicated(self) -> dict[nn.Parameter, Axis]:
         """The parts that several ranks hold and train, and which; what is unfrozen later has no owner."""
-        parts = {parameter: x for parameter, x in self.layouts.items() if x.sharded and not x.partial_grad}
+        parts = {parameter: x for parameter, x in self.layouts.items() if x.ownable}
         axes = {parameter: self.replicas(layout) for parameter, layout in parts.items() if parameter.requires_grad}
         return {parameter: axis for parameter, axis in axes.items() if axis.size > 1}
 
@@ -68,7 +67,7 @@ class GradientSync:
 
     def reopen(self) -> None:
         """Let another backward add to gradients that are whole; call it before each, it does nothing otherwise."""
-        for work, _ in self._pending.values():  # of a step whose backward failed
+        for work, _ in self._pending:  # of a step whose backward failed
             work.wait()
         self._pending.clear()
         self._settled.clear()
@@ -92,8 +91,8 @@ class GradientSync:
         """Start to sum the gradients of ``parameters`` over replicas, and to average them over data-parallel ranks."""
         if not self.early:
             return
-        if self.eager:
-            self._settle()  # the block before: gradients are to be freed while others are computed
+        if self.ownership.owners:
+            self._settle()  # the block before: buffers are to be freed while others are computed
         self._start_all(parameters, owned_only=self.eager)
 
     def replicas(self, layout: Layout) -> Axis:
@@ -101,30 +100,31 @@ class GradientSync:
         return self.mesh.axis(self.mesh.world.size, self.mesh.tmp.size // layout.replicas)
 
     def _start_all(self, parameters: Iterable[nn.Parameter], owned_only: bool) -> None:
+        owned = []
         for parameter in parameters:
-            wanted = parameter in self.ownership.owners or not (owned_only or self.layouts[parameter].partial_grad)
-            if wanted and parameter.grad is not None:
-                self._start(parameter, parameter.grad)
-
-    def _start(self, parameter: nn.Parameter, grad: Tensor) -> None:
-        axis = self.replicas(self.layouts[parameter])
-        if axis.size == 1:
-            return
-        if self.mesh.data.size > 1:
-            grad.div_(self.mesh.data.size)
-        owner = self.ownership.owners.get(parameter)
-        work = axis.start_all_reduce(grad) if owner is None else axis.start_reduce(grad, owner)
-        self._pending[parameter] = work, grad._version
+            grad, axis = parameter.grad, self.replicas(self.layouts[parameter])
+            if grad is None or axis.size == 1 or self.layouts[parameter].partial_grad:
+                continue
+            has_owner = parameter in self.ownership.owners
+            if owned_only and not has_owner:
+                continue
+            if self.mesh.data.size > 1:
+                grad.div_(self.mesh.data.size)
+            if has_owner:
+                owned.append(parameter)
+            else:
+                self._pending.append((axis.start_all_reduce(grad), {parameter: grad._version}))
+        for exchange in self.ownership.start_sums(owned):
+            self._pending.append((exchange, {parameter: _version(parameter) for parameter in exchange.parameters}))
 
     def _settle(self) -> None:
-        """Await what was started, and free what other ranks own."""
-        pending, self._pending = self._pending, {}
-        for parameter, (work, version) in pending.items():
+        """Await what was started."""
+        pending, self._pending = self._pending, []
+        for work, versions in pending:
+            for parameter, version in versions.items():
+                _check_unchanged(parameter, version)
             work.wait()
-            _check_unchanged(parameter, version)
-            if self.ownership.elsewhere(parameter):
-                parameter.grad = None
-            self._settled[parameter] = _version(parameter)
+            self._settled.update({parameter: _version(parameter) for parameter in versions})
 
     def finish(self) -> None:
         """Make every gradient what one process would have, after a step's last backward.
@@ -143,7 +143,7 @@ class GradientSync:
 
     def _reduce_rest(self, owned_only: bool) -> None:
         """Complete the gradients whose reduction has started, and the others but for those of the bucket."""
-        begun = {*self._pending, *self._settled}
+        begun = self._begun()
         self._start_all([parameter for parameter in self.layouts if parameter not in begun], owned_only)
         self._settle()
         settled, self._settled = self._settled, {}
@@ -152,16 +152,21 @@ class GradientSync:
         self._whole.update(settled)
         self.early = True
 
+    def _begun(self) -> set[nn.Parameter]:
+        """The parameters whose reduction has started."""
+        return {*self._settled, *(parameter for _, versions in self._pending for parameter in versions)}
+
     def _agree_on_missing(self) -> None:
         """Give a zero gradient to parameters that some other rank has a gradient of, and not because it owns them."""
         control = self.mesh.control
         if control.group is None:
             return
+        begun = self._begun()
         trainable = [parameter for parameter in self.layouts if parameter.requires_grad]
         present = torch.tensor([parameter.grad is not None for parameter in trainable], dtype=torch.uint8)
         control.all_reduce(present, dist.ReduceOp.MAX)
         for parameter, somewhere in zip(trainable, present.tolist(), strict=True):
-            if somewhere and parameter.grad is None and parameter not in self._settled:
+            if somewhere and parameter.grad is None and parameter not in begun:
                 parameter.grad = torch.zeros_like(parameter)
 
     def _sum_partial(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
@@ -132,25 +132,28 @@ class Axis:
         work: Pending = _gather(whole, part.contiguous(), group=self.group, async_op=True)
         return whole, work
 
-    def start_reduce(self, tensor: Tensor, owner: int) -> Pending:
-        """Start summing ``tensor`` on the rank ``owner`` of the world; what other ranks then have is undefined."""
-        if self.group is None:
-            return DONE
-        self.traffic.count(tensor)
-        work: Pending = dist.reduce(tensor, dst=owner, group=self.group, async_op=True)
-        return work
+    def start_exchange(self, sent: Tensor, sends: Sequence[int], receives: Sequence[int]) -> tuple[Tensor, Pending]:
+        """Start to send parts of ``sent``, ``[n]``, to the ranks of the axis, and to receive theirs, ``[m]``.
 
-    def start_broadcast(self, tensor: Tensor, owner: int) -> Pending:
-        """Start overwriting ``tensor`` with that of the rank ``owner`` of the world."""
+        Args:
+            sent: what goes to all ranks, in their order.
+            sends: elements that go to each rank.
+            receives: elements that come from each rank.
+        """
+        received = sent.new_empty(sum(receives))
         if self.group is None:
-            return DONE
-        self.traffic.count(tensor)
-        work: Pending = dist.broadcast(tensor, src=owner, group=self.group, async_op=True)
-        return work
+            return received, DONE
+        self.traffic.count(sent)
+        work: Pending = dist.all_to_all_single(
+            received, sent, list(receives), list(sends), group=self.group, async_op=True
+        )
+        return received, work
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Overwrite ``tensor`` with that of the axis' first rank; returns it."""
-        self.start_broadcast(tensor, self.ranks[0]).wait()
+        if self.group is not None:
+            self.traffic.count(tensor)
+            dist.broadcast(tensor, src=self.ranks[0], group=self.group)
         return tensor
 
 

@@ -119,6 +119,15 @@ class Layout:
         """Whether ranks hold different parts."""
         return bool(self.slices)
 
+    @property
+    def ownable(self) -> bool:
+        """Whether one of the ranks that hold the same may keep its optimizer state for all.
+
+        Not of what a rank holds whole (norms, biases, positions): it is small, and stays the same on all ranks of a
+        TMP world to the last bit only if all do the same sums.
+        """
+        return self.sharded and not self.partial_grad
+
     def holders(self, rank: int, ranks: int) -> int:
         """How many ranks, ``rank`` included, hold what ``rank`` holds."""
         return self.slices.count(self.slices[rank]) if self.slices else ranks

@@ -16,7 +16,7 @@ def graphs(problem: Problem) -> Iterator[tuple[Terms, Graph]]:
     """One graph per mode and longest chain of degrees; raises ConfigError where costs were not measured."""
     for mode in problem.modes():
         terms = Terms(problem, mode)
-        for degrees in chains(problem.choosable_degrees):
+        for degrees in chains(problem.degrees_in(mode)):
             yield terms, build(terms, degrees)
 
 

@@ -62,6 +62,7 @@ class Prediction:
         update_ms: the optimizer, and the broadcast of what it updated.
         outside_ms: embedding, head and loss.
         memory: at the peak.
+        sync_bytes: that a rank gives to collectives over the holders of parameters: gradients, and what owners updated.
     """
 
     step_ms: float
@@ -72,6 +73,7 @@ class Prediction:
     update_ms: float
     outside_ms: float
     memory: Memory
+    sync_bytes: int
 
 
 def predict(
@@ -103,7 +105,8 @@ def predict(
             f"predict: degrees {sorted(set(degrees))} of tmp_size={problem.costs.tmp_size} are no chain; "
             f"choose degrees of which each divides the next, and the last divides tmp_size"
         )
-    terms = Terms(problem, Mode(sub_batches, shard_optimizer))
+    rows = problem.costs.sub_batch_rows(min(degrees), sub_batches)
+    terms = Terms(problem, Mode(sub_batches, shard_optimizer, rows))
     choices = map(Choice, degrees, recompute)
     return _predicted(terms, [terms.block(kind, choice) for kind, choice in zip(problem.blocks, choices, strict=True)])
 
@@ -145,15 +148,16 @@ def _predicted(terms: Terms, blocks: list[BlockTerms]) -> Prediction:
         update_ms=update_ms,
         outside_ms=outside_ms,
         memory=_memory(terms, blocks),
+        sync_bytes=sum(block.sync_bytes for block in blocks) + terms.outside_sync_bytes(),
     )
 
 
 def _memory(terms: Terms, blocks: list[BlockTerms]) -> Memory:
-    outside, size = terms.costs.outside, terms.costs.element_bytes
+    outside = terms.outside_bytes()
     return Memory(
-        parameters=outside.parameters * size.parameter + sum(block.parameter_bytes for block in blocks),
-        gradients=outside.parameters * size.parameter_gradient + sum(block.gradient_bytes for block in blocks),
-        optimizer=outside.parameters * size.optimizer_state + sum(block.optimizer_bytes for block in blocks),
+        parameters=outside.parameters + sum(block.parameter_bytes for block in blocks),
+        gradients=outside.gradients + sum(block.gradient_bytes for block in blocks),
+        optimizer=outside.optimizer + sum(block.optimizer_bytes for block in blocks),
         saved=sum(block.saved_bytes for block in blocks),
-        runtime=max(outside.bytes, *(block.runtime_bytes for block in blocks)),
+        runtime=max(terms.costs.outside.bytes, *(block.runtime_bytes for block in blocks)),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Literal, get_args
 
 from ..costs import CostTable, KindCosts
@@ -25,10 +25,17 @@ class Choice:
 
 @dataclass(frozen=True)
 class Mode:
-    """What is chosen for all blocks at once."""
+    """What is chosen for all blocks at once.
+
+    Attributes:
+        sub_batches: of a micro-batch.
+        shard_optimizer: who keeps optimizer state.
+        rows: of a sub-batch, filled up for the replicas of the lowest degree.
+    """
 
     sub_batches: int
     shard_optimizer: ShardOptimizer
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -85,8 +92,13 @@ class Problem:
     def modes(self) -> Iterator[Mode]:
         """All that can be chosen for all blocks at once."""
         for sub_batches in self.sub_batches:
-            for shard_optimizer in self.shard_optimizer:
-                yield Mode(sub_batches, shard_optimizer)
+            rows = {self.costs.sub_batch_rows(degree, sub_batches) for degree in self.choosable_degrees}
+            yield from (Mode(sub_batches, *rest) for rest in product(self.shard_optimizer, sorted(rows)))
+
+    def degrees_in(self, mode: Mode) -> tuple[int, ...]:
+        """Degrees whose replicas can share the rows of ``mode``'s sub-batches, growing."""
+        size = self.costs.tmp_size
+        return tuple(degree for degree in self.choosable_degrees if mode.rows % (size // degree) == 0)
 
     def choices(self, degrees: tuple[int, ...]) -> tuple[Choice, ...]:
         """All that can be chosen for a block that may have one of ``degrees``."""

@@ -11,13 +11,14 @@ here. They are equations 3 and 4 of the paper, made exact where the runtime is k
 * The ends: embedding and head are a neighbour of degree ``T`` that neither computes nor communicates.
 * Gradients of a block with several holders are reduced while the next block runs backward: exposed is what does not
   fit into the time its lane is idle. Left-overs are not carried on to further blocks, so this is an upper bound.
-* A reduce to, or broadcast from, one owner moves n / (2 (n - 1)) of an all-reduce's bytes over the busiest link
-  (ring algorithms, one parameter after the other).
+* To sum gradients on their owners, or to send what these made of parameters, takes half of an all-reduce: each of n
+  holders sends and receives (n - 1) / n of the bytes, where the all-reduce does so twice.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..costs import KindCosts
 from .problem import Choice, Mode, Problem
@@ -35,6 +36,7 @@ class BlockTerms:
     backward_comm_ms: float = 0.0
     reduce_ms: float = 0.0  # all sub-batches' gradients at once, over the block's holders
     update_ms: float = 0.0  # per step: the optimizer, and the broadcast of what it updated
+    sync_bytes: int = 0  # per step: gradients reduced over the holders, and what is broadcast; not the unowned few
     parameter_bytes: int = 0
     gradient_bytes: int = 0
     optimizer_bytes: int = 0
@@ -45,6 +47,14 @@ class BlockTerms:
     def kept_bytes(self) -> int:
         """What adds up over the blocks (m_s and m_t of equation 6)."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.saved_bytes
+
+
+class Bytes(NamedTuple):
+    """What a rank keeps of parameters for training."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
 
 
 @dataclass(frozen=True)
@@ -74,16 +84,20 @@ class Terms:
     def block(self, kind: KindCosts, choice: Choice) -> BlockTerms:
         """Times and bytes of one block; raises ConfigError where the costs were not measured."""
         costs, degree, sub_batches = self.costs, choice.degree, self.mode.sub_batches
-        size, timing = costs.element_bytes, costs.timing(kind, degree, sub_batches)
-        elements = costs.hidden_elements(degree, sub_batches)
+        size, timing = costs.element_bytes, costs.timing(kind, degree, sub_batches, self.mode.rows)
+        elements = costs.hidden_elements(degree, self.mode.rows)
         holders = costs.tmp_size // degree * costs.data_size
         held = costs.parameters(kind, degree)
         owners = 1 if self.mode.shard_optimizer == "off" else holders
         keepers = holders if self.mode.shard_optimizer == "reduce" else 1
-        rooted = holders / (2 * (holders - 1)) if owners > 1 else 1.0
-        synced_ms = rooted * costs.all_reduce_ms(holders, held * size.parameter_gradient)
-        broadcast_ms = rooted * costs.all_reduce_ms(holders, held * size.parameter) if owners > 1 else 0.0
-        gradient_bytes = held * size.parameter_gradient
+        unowned = kind.unowned.get(degree, 0)
+        owned = held - unowned
+        stepped = unowned + -(-owned // owners)
+        gradients = unowned + -(-owned // keepers)  # that are kept from one micro-batch to the next
+        half = 0.5 if owners > 1 else 1.0
+        synced_ms = half * costs.all_reduce_ms(holders, owned * size.parameter_gradient)
+        broadcast_ms = half * costs.all_reduce_ms(holders, owned * size.parameter) if owners > 1 else 0.0
+        others = owned - -(-owned // owners)  # that other ranks own
         full = choice.recompute == "full"
         hidden_bytes = elements * size.forward
         saved_bytes = kind.saved_hiddens * hidden_bytes
@@ -97,15 +111,17 @@ class Terms:
             forward_comm_ms=costs.all_reduce_ms(degree, elements * size.partial),
             backward_comm_ms=costs.all_reduce_ms(degree, elements * size.gradient),
             reduce_ms=synced_ms,
-            update_ms=held / owners * costs.optimizer_ms / 1e6 + broadcast_ms,
+            update_ms=stepped * costs.optimizer_ms / 1e6 + broadcast_ms,
             parameter_bytes=held * size.parameter,
-            gradient_bytes=-(-gradient_bytes // keepers),
-            optimizer_bytes=-(-held * size.optimizer_state // owners),
+            gradient_bytes=gradients * size.parameter_gradient,
+            optimizer_bytes=stepped * size.optimizer_state,
+            sync_bytes=self._sync_bytes(owned, holders),
             saved_bytes=sub_batches * saved_bytes,
             runtime_bytes=timing.runtime_bytes
             + (timing.graph_bytes if full else 0)
             + sub_batches * elements * size.gradient
-            + gradient_bytes * (keepers - 1) // keepers,  # a whole gradient until it is reduced to its owner
+            # What others own: their gradients until they are sent; on the way they are there, and as much that comes.
+            + (held - gradients + 2 * others) * size.parameter_gradient,
         )
 
     def slot(self, compute_ms: float, comm_ms: float) -> float:
@@ -174,19 +190,45 @@ class Terms:
 
     def outside_update_ms(self) -> float:
         """Per step: the optimizer of embedding and head."""
-        return self.costs.outside.parameters * self.costs.optimizer_ms / 1e6
+        return self.outside_stepped(self.mode.shard_optimizer != "off") * self.costs.optimizer_ms / 1e6
+
+    def outside_stepped(self, owned: bool) -> int:
+        """Elements of embedding and head that a rank keeps for itself, where data parallel worlds share them out."""
+        outside = self.costs.outside
+        sharers = self.costs.data_size if owned else 1
+        return outside.unowned + -(-(outside.parameters - outside.unowned) // sharers)
+
+    def outside_sync_bytes(self) -> int:
+        """Per step, of embedding and head: what :attr:`BlockTerms.sync_bytes` is of a block."""
+        return self._sync_bytes(self.costs.outside.parameters - self.costs.outside.unowned, self.costs.data_size)
+
+    def outside_bytes(self) -> Bytes:
+        """Parameters, gradients and optimizer state of embedding and head."""
+        size, way = self.costs.element_bytes, self.mode.shard_optimizer
+        return Bytes(
+            self.costs.outside.parameters * size.parameter,
+            self.outside_stepped(way == "reduce") * size.parameter_gradient,
+            self.outside_stepped(way != "off") * size.optimizer_state,
+        )
 
     def constant_ms(self) -> float:
         """Per step: what no choice for a block changes."""
         return self.problem.accumulation * self.costs.outside.ms + self.outside_sync_ms() + self.outside_update_ms()
 
     def constant_bytes(self) -> int:
-        """Parameters, gradients and optimizer state of embedding and head; they are not sharded over their holders."""
-        size = self.costs.element_bytes
-        return self.costs.outside.parameters * (size.parameter + size.parameter_gradient + size.optimizer_state)
+        """What is kept whatever is chosen for blocks."""
+        return sum(self.outside_bytes())
+
+    def _sync_bytes(self, owned: int, holders: int) -> int:
+        """Per step: gradients reduced over ``holders``, and what owners updated; all-reduces count what they sum."""
+        size, shared = self.costs.element_bytes, self.mode.shard_optimizer != "off"
+        others = owned - -(-owned // holders)  # elements that other ranks own
+        if not shared:
+            return owned * size.parameter_gradient if holders > 1 else 0
+        return others * (self.reductions * size.parameter_gradient + size.parameter)
 
     def _gather_ms(self, low: BlockTerms, high: BlockTerms, element_bytes: int) -> float:
-        gathered_bytes = self.costs.hidden_elements(high.degree, self.mode.sub_batches) * element_bytes
+        gathered_bytes = self.costs.hidden_elements(high.degree, self.mode.rows) * element_bytes
         gather_ms = self.costs.all_gather_ms(high.degree // low.degree, gathered_bytes)
         return self.problem.accumulation * self.mode.sub_batches * gather_ms
 

@@ -15,6 +15,7 @@ from ..models import Block, family_of
 from ..models.shard import Placement, Sharder, check_layer, shard_layer
 from ..parallel.link import Link
 from ..parallel.mesh import Axis
+from ..parallel.sharding import Layout
 from ..runtime import block as runtime
 from ..schedule import Backward, Recompute
 from .layer import Autocast
@@ -56,9 +57,18 @@ class DryLayer:
 
     def parameters(self, block: int, rank: int) -> int:
         """Elements of a block that any rank of the group holds."""
-        held = block_parameters(self._layer, self._family.blocks[block])
-        shapes = (self._layouts[p].local_shape(rank) if p in self._layouts else p.shape for p in held)
-        return sum(map(math.prod, shapes))
+        return sum(math.prod(self._layout(p).local_shape(rank)) for p in self._block_parameters(block))
+
+    def unowned(self, block: int, rank: int) -> int:
+        """Of these, those that have no owner."""
+        layouts = map(self._layout, self._block_parameters(block))
+        return sum(math.prod(layout.local_shape(rank)) for layout in layouts if not layout.ownable)
+
+    def _block_parameters(self, block: int) -> tuple[nn.Parameter, ...]:
+        return block_parameters(self._layer, self._family.blocks[block])
+
+    def _layout(self, parameter: nn.Parameter) -> Layout:
+        return self._layouts.get(parameter) or Layout(tuple(parameter.shape))
 
     def run(self, rows: int, sequence: int, autocast: Autocast) -> tuple[Held, ...]:
         """What each block holds of ``rows`` of so many tokens."""

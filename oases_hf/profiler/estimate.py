@@ -81,12 +81,13 @@ class Estimate:
             outside = outside_of(self._one, self._tmp_size, workload, 0.0)
         kinds = []
         for i, block in enumerate(self._family.blocks):
-            parameters, timings = {}, {}
+            parameters, timings, unowned = {}, {}, {}
             for degree in self.degrees:
                 parameters[degree], rank = self._fullest(i, degree)
+                unowned[degree] = max(self._layer(degree, 0).unowned(i, each) for each in range(degree))
                 held = self._held(degree, rank, -(-most // (self._tmp_size // degree)))[i]
                 timings[degree] = {sub_batches: Timing(0.0, 0.0, 0.0, 0.0, held.graph, held.temporary)}
-            kinds.append(kind_costs(block, parameters, timings))
+            kinds.append(kind_costs(block, parameters, timings, unowned))
         return CostTable(
             fingerprint={"layers": str(config.num_hidden_layers)},
             tmp_size=self._tmp_size,

@@ -16,10 +16,10 @@ from transformers import PreTrainedModel
 from ..convert import block_count, convert, describe
 from ..costs import Slowdown, Timing
 from ..models.converted import Converted
-from ..parallel.mesh import Mesh
+from ..parallel.mesh import Axis, Mesh
 from ..plan import Plan
 from ..runtime.step import Watch, unwatched
-from ..schedule import Backward, BackwardWeight, Forward, Recompute
+from ..schedule import Backward, BackwardWeight, Forward, Recompute, StartAsync, Sync
 from .link import LinkProfile
 from .stopwatch import Clock, KeptBytes, PeakBytes, Stopwatch
 
@@ -35,19 +35,21 @@ class DegreeProfile:
 
     Attributes:
         parameters: elements that the fullest rank holds, by block of a layer.
+        unowned: of these, those that have no owner.
         timings: by block of a layer, then by number of sub-batches.
         outside_ms: forward and backward of a micro-batch without its blocks.
         optimizer_ms: of AdamW, per million elements.
     """
 
     parameters: list[int] = field(default_factory=list)
+    unowned: list[int] = field(default_factory=list)
     timings: list[dict[int, Timing]] = field(default_factory=list)
     outside_ms: float = 0.0
     optimizer_ms: float = 0.0
 
 
 class LayerProfile:
-    """A model of one layer, converted at one degree, on its batch.
+    """A model of one layer, converted at one degree, on its batch; its blocks compute without all-reduces.
 
     Args:
         model: of one layer, whole.
@@ -70,6 +72,8 @@ class LayerProfile:
         plan = Plan(describe(model), mesh.tmp.size, (degree,) * block_count(model), "oases", 1)
         self.state: Converted = convert(model, mesh, plan)
         self.state.stack.schedule = "oases_blocking"
+        for link in self.state.stack.links:  # sums are left out, what comes before and after them is not
+            link.axis = Axis(link.axis.ranks, link.axis.rank)
         self.model = cast(Any, model).to(device).train()
         self.link = LinkProfile(mesh, device)
         self._device, self._clock, self._autocast = device, Clock(device), autocast
@@ -79,8 +83,8 @@ class LayerProfile:
         """Measure everything; every rank must call it."""
         found, stack = DegreeProfile(), self.state.stack
         blocks = range(len(stack.blocks))
-        counts = self.link.slowest([sum(p.numel() for p in stack.block_parameters[block]) for block in blocks])
-        found.parameters = [int(count) for count in counts]
+        found.parameters = self._most_elements(ownable=(True, False))
+        found.unowned = self._most_elements(ownable=(False,))
         found.timings = [{} for _ in blocks]
         outside: list[float] = []
         for number in sub_batches:
@@ -90,6 +94,14 @@ class LayerProfile:
         found.outside_ms = self.link.slowest([statistics.median(outside)])[0]
         found.optimizer_ms = self._optimizer_ms()
         return found
+
+    def _most_elements(self, ownable: tuple[bool, ...]) -> list[int]:
+        """Elements of each block, of what has an owner, or has none, or both, on the rank that holds most."""
+        layouts = self.state.gradients.layouts
+        counts = [
+            sum(p.numel() for p in held if layouts[p].ownable in ownable) for held in self.state.stack.block_parameters
+        ]
+        return [int(count) for count in self.link.slowest(counts)]
 
     def slowdown(self) -> Slowdown:
         """What this layer's matmuls and an all-reduce of a sub-batch of its hidden tensor cost each other."""
@@ -112,11 +124,14 @@ class LayerProfile:
             self._step(each)
         values: list[float] = []
         for block in blocks:
-            times = [watch.times[op, block] for op in (Forward, Recompute, Backward)]
-            times.append(deferred.times[BackwardWeight, block] or [0.0])
+            forward = watch.median_ms(block, (Forward, ""), (StartAsync, "output"), (Sync, "output"))
+            recompute = watch.median_ms(block, (Recompute, ""))
+            backward = watch.median_ms(block, (Backward, ""), (StartAsync, "input_grad"), (Sync, "input_grad"))
+            weight = deferred.median_ms(block, (BackwardWeight, ""))
             graph = kept.bytes[block]
             temporary = max(peak.bytes[Backward, block], peak.bytes[Recompute, block] - graph)
-            values += [*map(statistics.median, times), graph, max(0, temporary), _spread(times[0])]
+            spread = _spread(watch.times[Forward, block, ""])
+            values += [forward, recompute, backward, weight, graph, max(0, temporary), spread]
         values = self.link.slowest(values)
         rows = [values[i : i + 7] for i in range(0, len(values), 7)]
         return [Timing(f, r, b, w, int(graph), int(runtime), spread) for f, r, b, w, graph, runtime, spread in rows]

@@ -177,6 +177,7 @@ def _measure(
             block,
             {degree: found[degree].parameters[i] for degree in degrees},
             {degree: found[degree].timings[i] for degree in degrees},
+            {degree: found[degree].unowned[i] for degree in degrees},
         )
         for i, block in enumerate(family.blocks)
     ]
@@ -212,10 +213,12 @@ def _by_size(axes: Sequence[Axis]) -> dict[int, Axis]:
     return {axis.size: axis for axis in reversed(axes) if axis.size > 1}
 
 
-def kind_costs(block: Block, parameters: dict[int, int], timings: dict[int, dict[int, Timing]]) -> KindCosts:
-    """What a block of every layer costs: its elements, and times and bytes, by degree."""
+def kind_costs(
+    block: Block, parameters: dict[int, int], timings: dict[int, dict[int, Timing]], unowned: dict[int, int]
+) -> KindCosts:
+    """What a block of every layer costs: its elements, times and bytes, and the elements without owner, by degree."""
     saved_hiddens = 2 if block.join and block.join.of == "output" else 1
-    return KindCosts(block.name, parameters, timings, saved_hiddens, norm_hiddens=1 if block.join else 0)
+    return KindCosts(block.name, parameters, timings, saved_hiddens, 1 if block.join else 0, unowned)
 
 
 def element_bytes(dtype: torch.dtype, workload: Workload, device: torch.device, autocast: Autocast) -> ElementBytes:
@@ -236,7 +239,7 @@ def outside_of(one: PreTrainedModel, tmp_size: int, workload: Workload, ms: floa
     held = sum(p.numel() for p in whole) + sum(-(-len(p) // tmp_size) * p[0].numel() for p in split)
     words = embedding.num_embeddings if head is not None else 0
     logits = workload.rows * workload.sequence * -(-words // tmp_size) * 4
-    return Outside(ms, held, 3 * logits)
+    return Outside(ms, held, 3 * logits, sum(p.numel() for p in whole))
 
 
 @contextmanager

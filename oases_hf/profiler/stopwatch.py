@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 import weakref
 from collections import Counter, defaultdict
@@ -15,9 +16,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..schedule import Backward, Instruction, Recompute
+from ..schedule import Backward, Instruction, Recompute, StartAsync, Sync, block_of
 
 Key = tuple[type[Instruction], int]
+Timed = tuple[type[Instruction], int, str]
 
 
 class Clock:
@@ -43,7 +45,7 @@ class Clock:
 
 
 class Stopwatch:
-    """Times every instruction, by its kind and block.
+    """Times every instruction, by its kind and block, and by the tensor that is communicated.
 
     Attributes:
         times: ms of each time that an instruction ran.
@@ -51,16 +53,21 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._clock = Clock(device)
-        self._spans: list[tuple[Key, Any, Any]] = []
-        self.times: dict[Key, list[float]] = defaultdict(list)
+        self._spans: list[tuple[Timed, Any, Any]] = []
+        self.times: dict[Timed, list[float]] = defaultdict(list)
 
     @contextmanager
     def __call__(self, op: Instruction) -> Iterator[None]:
         """Time ``op``."""
         start = self._clock.now()
         yield
-        block = getattr(op, "block", -1)
-        self._spans.append(((type(op), block), start, self._clock.now()))
+        tensor = op.collective.tensor if isinstance(op, StartAsync | Sync) else ""
+        self._spans.append(((type(op), block_of(op), tensor), start, self._clock.now()))
+
+    def median_ms(self, block: int, *what: tuple[type[Instruction], str]) -> float:
+        """The sum of the medians of some instructions of a block, by kind and tensor; 0 for those that never ran."""
+        times = (self.times.get((kind, block, tensor)) for kind, tensor in what)
+        return sum(statistics.median(each) for each in times if each)
 
     def read(self) -> float:
         """Sort what was timed since the last reading into :attr:`times`; returns the sum of it."""

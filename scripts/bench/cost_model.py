@@ -2,11 +2,13 @@
 
     torchrun --nproc-per-node 4 scripts/bench/cost_model.py --png plans.png --json plans.json
 
-All ranks profile one LLaMA layer, the planner plans under a memory limit, and its plan, the uniform plans and
-randomly drawn ones that fit are trained for a few optimizer steps each, through Accelerate as users do; the first two
-kinds also with optimizer state that one rank owns. Printed are predicted and measured step times, the rank correlation
-of the random plans, and how much faster the planner's plan is than the best uniform plan that fits. Ranks are meant to
-sit behind slow links; torch's threads should be one per core.
+All ranks profile one LLaMA layer, the planner plans under a memory limit into which uniform degrees 1 and 2 do not fit,
+and its plan, the uniform plans and randomly drawn ones that fit are trained for a few optimizer steps each, through
+Accelerate as users do. The first two kinds also with optimizer state that one rank owns, which takes less memory and
+has a limit of its own. The random plans are, of many that fit, those whose predicted times are farthest apart: of plans
+that are equally fast noise would say which is faster. Printed are predicted and measured step times, the rank
+correlation of the random plans, and how much faster the planner's plan is than the best uniform plan that fits. Ranks
+are meant to sit behind slow links; torch's threads should be one per core.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ from oases_hf.profiler import Architecture, Workload, profile
 SEED = 0
 SUB_BATCHES = (1, 2, 4)
 RECOMPUTE: tuple[Recompute, ...] = ("full", "none")
-WARM_UP = 1
+DRAWN_PER_PLAN = 25
 OWNED = ", owned"
 
 
@@ -72,11 +74,12 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    sizes = {"hidden": 512, "heads": 8, "ffn": 1376, "layers": 4, "seq": 128, "batch": 8, "vocab": 1024}
-    for name, default in {**sizes, "accumulation": 4, "plans": 20, "steps": 3}.items():
+    sizes = {"hidden": 512, "heads": 8, "ffn": 1376, "layers": 8, "seq": 128, "batch": 8, "vocab": 1024}
+    for name, default in {**sizes, "accumulation": 4, "plans": 20, "steps": 2}.items():
         add(f"--{name}", type=int, default=default, help=f"default {default}")
-    # Uniform degrees 1 and 2 do not fit.
-    add("--memory-mib", type=float, default=110.0, help="that a rank may use (default: 110)")
+    # The least that degree 2 everywhere needs is 218.4, and 174.3 with owned state.
+    add("--memory-mib", type=float, default=217.0, help="that a rank may use (default: 217)")
+    add("--owned-memory-mib", type=float, default=173.0, help="the same with owned optimizer state (default: 173)")
     add("--png", type=Path, help="write a scatter plot of predicted and measured times")
     add("--json", type=Path, help="write the rows")
     return parser.parse_args(argv)
@@ -108,23 +111,38 @@ def measure(options: argparse.Namespace, plan: Plan) -> float:
     tokens = torch.randint(options.vocab, (options.batch, options.seq), generator=torch.Generator().manual_seed(SEED))
     tokens = tokens.to(accelerator.device)
     times = []
-    for _ in range(WARM_UP + options.steps):
+    for number in range(1 + options.steps):
         dist.barrier()
         start = time.perf_counter()
-        for micro in range(options.accumulation):
-            accelerator.gradient_state._set_sync_gradients(micro == options.accumulation - 1)
+        micro_batches = options.accumulation if number else 1  # the first step warms up
+        for micro in range(micro_batches):
+            accelerator.gradient_state._set_sync_gradients(micro == micro_batches - 1)
             accelerator.backward(model(input_ids=tokens, labels=tokens).loss / options.accumulation)
         optimizer.step()
         optimizer.zero_grad()
         if accelerator.device.type == "cuda":
             torch.cuda.synchronize()
         times.append((time.perf_counter() - start) * 1e3)
-    slowest = torch.tensor([statistics.median(times[WARM_UP:])], device=accelerator.device)
+    slowest = torch.tensor([statistics.median(times[1:])], device=accelerator.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(slowest)
 
 
-def drawn(problem: Problem, model: str, count: int) -> Iterator[Plan]:
+def drawn(problem: Problem, model: str, count: int) -> list[Plan]:
+    """Of plans drawn at random from those that fit, so many whose predicted times are as far apart as can be."""
+    times = {plan: predicted(problem, plan).step_ms for plan in _drawn(problem, model, DRAWN_PER_PLAN * count)}
+    chosen: list[Plan] = []
+    apart = 0.1
+    while len(chosen) < count:
+        chosen = []
+        for plan in sorted(times, key=times.__getitem__):
+            if not chosen or times[plan] >= times[chosen[-1]] * (1 + apart):
+                chosen.append(plan)
+        apart *= 0.95
+    return chosen[:count]
+
+
+def _drawn(problem: Problem, model: str, count: int) -> Iterator[Plan]:
     """Plans drawn at random from those that fit, the same ones every time."""
     draw, blocks = random.Random(SEED), len(problem.blocks)
     tried, found = 0, set[Plan]()
@@ -239,14 +257,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     name = describe(model)
     plans = [("planned", plan_of(solve(problem), name)), *uniform(problem, name, "off")]
     # Owners of optimizer state; at the last micro-batch, which costs the least traffic.
-    keeping = replace(problem, shard_optimizer=("keep",))
-    owned = [("planned", plan_of(solve(keeping), name)), *uniform(problem, name, "keep")]
+    keeping = replace(problem, memory_limit_gib=options.owned_memory_mib / 1024, shard_optimizer=("keep",))
+    owned = [("planned", plan_of(solve(keeping), name)), *uniform(keeping, name, "keep")]
     plans += [(f"{title}{OWNED}", plan) for title, plan in owned]
     plans += [(f"random {i}", plan) for i, plan in enumerate(drawn(problem, name, options.plans))]
     rows = []
     for title, plan in plans:
         measured_ms, prediction = measure(options, plan), predicted(problem, plan)
-        mib, fits = prediction.memory.total / 2**20, prediction.memory.fits(problem)
+        mib, fits = prediction.memory.total / 2**20, prediction.memory.fits(keeping if OWNED in title else problem)
         rows.append(Row(title, prediction.step_ms, measured_ms, mib, fits, plan.summary()))
         if first:
             print(f"{title}: {measured_ms:.0f} ms, predicted {prediction.step_ms:.0f}", flush=True)

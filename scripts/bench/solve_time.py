@@ -41,7 +41,7 @@ def varied(table: CostTable, seed: int = 0) -> CostTable:
             forward_ms=known.forward_ms * factor,
             recompute_ms=known.recompute_ms * factor * 0.8,
             backward_ms=known.backward_ms * factor,
-            graph_bytes=int(table.hidden_elements(degree, 2) * 4 * draw.uniform(2, 3)),
+            graph_bytes=int(table.hidden_elements(degree, table.sub_batch_rows(degree, 2)) * 4 * draw.uniform(2, 3)),
             runtime_bytes=int(known.runtime_bytes * draw.uniform(0.9, 1.1)),
         )
 

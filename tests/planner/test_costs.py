@@ -62,6 +62,16 @@ def test_what_was_not_measured_is_named() -> None:
 
 def test_uneven_rows_count_for_the_most_loaded_rank() -> None:
     table = by_hand(4, rows=7, sequence=10, hidden=3)
-    assert table.hidden_elements(4, 1) == 7 * 30
-    assert table.hidden_elements(2, 2) == 2 * 30  # 4 of 7 rows, 2 of these 4
-    assert table.hidden_elements(1, 2) == 30
+    assert [table.sub_batch_rows(degree, 1) for degree in (4, 2, 1)] == [7, 8, 8]
+    assert [table.sub_batch_rows(degree, 4) for degree in (4, 2, 1)] == [2, 2, 4]
+    assert [table.hidden_elements(degree, 4) for degree in (4, 2, 1)] == [4 * 30, 2 * 30, 30]
+
+
+def test_rows_filled_up_take_time_and_memory() -> None:
+    table = by_hand(4, rows=7)
+    (kind,) = table.kinds
+    measured = kind.timings[4][4]
+    assert table.timing(kind, 4, 4, rows=2) == measured  # as measured: two rows, nothing is filled up at degree 4
+    filled = table.timing(kind, 4, 4, rows=4)
+    assert (filled.forward_ms, filled.backward_ms) == (2 * measured.forward_ms, 2 * measured.backward_ms)
+    assert (filled.graph_bytes, filled.runtime_bytes) == (2 * measured.graph_bytes, 2 * measured.runtime_bytes)

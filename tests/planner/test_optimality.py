@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from oases_hf.errors import ConfigError
-from oases_hf.planner import Problem, predict, solve
+from oases_hf.planner import Choice, Problem, predict, solve
 from oases_hf.planner.problem import GIB, is_chain
 from oases_hf.planner.terms import Terms
 
@@ -28,30 +28,36 @@ SHAPES = [  # tmp_size, kinds, layers, degrees, recompute: at most some 10^5 pla
 def all_plans(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     """Time and bytes of every plan of the problem, in all its modes."""
     times, sizes = [], []
-    choices = problem.choices(problem.choosable_degrees)
+    for mode in problem.modes():
+        terms = Terms(problem, mode)
+        time, size = plans_in(terms, problem.choices(problem.degrees_in(mode)))
+        times.append(time)
+        sizes.append(size)
+    return np.concatenate(times), np.concatenate(sizes)
+
+
+def plans_in(terms: Terms, choices: tuple[Choice, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """Time and bytes of every plan with some choices in one mode."""
+    problem = terms.problem
     plans = np.indices((len(choices),) * len(problem.blocks)).reshape(len(problem.blocks), -1)
     degrees = [choice.degree for choice in choices]
     used = np.bitwise_or.reduce(1 << plans, axis=0)  # few sets of choices make up the many plans
     sets, of_plan = np.unique(used, return_inverse=True)
     chain = [is_chain(tuple(sorted({d for i, d in enumerate(degrees) if bits >> i & 1}))) for bits in sets.tolist()]
     plans = plans[:, np.array(chain)[of_plan]]
-    for mode in problem.modes():
-        terms = Terms(problem, mode)
-        blocks = [[terms.block(kind, choice) for choice in choices] for kind in problem.blocks]
-        time = np.full(plans.shape[1], terms.constant_ms())
-        size = np.full(plans.shape[1], float(terms.constant_bytes()))
-        peak = np.full(plans.shape[1], float(terms.costs.outside.bytes))
-        for row, kind in zip(plans, blocks, strict=True):
-            time += np.array([terms.node_ms(block) for block in kind])[row]
-            size += np.array([block.kept_bytes for block in kind])[row]
-            peak = np.maximum(peak, np.array([block.runtime_bytes for block in kind])[row])
-        for rows, kinds in zip(pairwise(plans), pairwise(blocks), strict=True):
-            time += np.array([[terms.pair_ms(one, other) for other in kinds[1]] for one in kinds[0]])[rows]
-        time += np.array([terms.pair_ms(terms.ends, block) for block in blocks[0]])[plans[0]]
-        time += np.array([terms.pair_ms(block, terms.ends) for block in blocks[-1]])[plans[-1]]
-        times.append(time)
-        sizes.append(size + peak)
-    return np.concatenate(times), np.concatenate(sizes)
+    blocks = [[terms.block(kind, choice) for choice in choices] for kind in problem.blocks]
+    time = np.full(plans.shape[1], terms.constant_ms())
+    size = np.full(plans.shape[1], float(terms.constant_bytes()))
+    peak = np.full(plans.shape[1], float(terms.costs.outside.bytes))
+    for row, kind in zip(plans, blocks, strict=True):
+        time += np.array([terms.node_ms(block) for block in kind])[row]
+        size += np.array([block.kept_bytes for block in kind])[row]
+        peak = np.maximum(peak, np.array([block.runtime_bytes for block in kind])[row])
+    for rows, kinds in zip(pairwise(plans), pairwise(blocks), strict=True):
+        time += np.array([[terms.pair_ms(one, other) for other in kinds[1]] for one in kinds[0]])[rows]
+    time += np.array([terms.pair_ms(terms.ends, block) for block in blocks[0]])[plans[0]]
+    time += np.array([terms.pair_ms(block, terms.ends) for block in blocks[-1]])[plans[-1]]
+    return time, size + peak
 
 
 def instance(seed: int) -> tuple[Problem, np.ndarray, np.ndarray]:

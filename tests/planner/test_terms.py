@@ -71,8 +71,8 @@ def test_gradients_are_hidden_as_far_as_the_lane_is_idle() -> None:
 def test_gradients_are_reduced_once_a_step_or_once_a_micro_batch() -> None:
     problem = Problem(by_hand(2), layers=1, memory_limit_gib=1, accumulation=5)
     syncs = {mode: predict(problem, (1,), ("full",), 2, mode).gradient_sync_ms for mode in ("off", "keep", "reduce")}
-    assert syncs == {"off": 3, "keep": 3, "reduce": 15}
-    assert predict(problem, (1,), ("full",), 2, "keep").update_ms == 3  # the broadcast
+    assert syncs == {"off": 3, "keep": 1.5, "reduce": 7.5}  # to owners it takes half of an all-reduce
+    assert predict(problem, (1,), ("full",), 2, "keep").update_ms == 1.5  # what owners updated
 
 
 def test_no_overlap_adds_everything() -> None:
@@ -82,7 +82,7 @@ def test_no_overlap_adds_everything() -> None:
 
 def test_a_slot_with_slow_down() -> None:
     problem = Problem(by_hand(2, slowdown=Slowdown(compute=1.5, collective=1.25)), layers=1, memory_limit_gib=1)
-    slot = Terms(problem, Mode(2, "off")).slot
+    slot = Terms(problem, Mode(2, "off", 4)).slot
     assert slot(10, 4) == pytest.approx(5 + (10 - 5 / 1.5))  # 5 ms both run, then computation alone
     assert slot(4, 10) == pytest.approx(6 + (10 - 6 / 1.25))
     assert slot(4, 0) == 4
@@ -95,8 +95,8 @@ def test_a_slot_with_slow_down() -> None:
         (("full", "full"), "off", (6000, 6000, 12000, 16 + 32, 40 + 100 + 32)),
         (("full", "none"), "off", (6000, 6000, 12000, 16 + 200, 40 + 100 + 16)),
         (("none", "none"), "off", (6000, 6000, 12000, 200 + 200, 40 + 32)),
-        (("full", "full"), "keep", (6000, 6000, 4000 + 4000, 16 + 32, 40 + 100 + 32)),
-        (("full", "full"), "reduce", (6000, 2000 + 2000, 4000 + 4000, 16 + 32, 40 + 100 + 16 + 2000)),
+        (("full", "full"), "keep", (6000, 6000, 4000 + 4000, 16 + 32, 40 + 100 + 16 + 2 * 2000)),
+        (("full", "full"), "reduce", (6000, 2000 + 2000, 4000 + 4000, 16 + 32, 40 + 100 + 16 + 3 * 2000)),
     ],
 )
 def test_equation_6(recompute: tuple[Recompute, ...], mode: ShardOptimizer, expected: tuple[int, ...]) -> None:
