@@ -24,7 +24,7 @@ from .parallel.equal import make_batch_equal, make_equal
 from .parallel.gradients import GradientSync
 from .parallel.layers import adopt
 from .parallel.linear import SharedDropout
-from .parallel.link import Link
+from .parallel.link import Dropout, Link
 from .parallel.mesh import Mesh
 from .parallel.rng import DropoutSeeds
 from .parallel.sharding import Layout
@@ -78,14 +78,20 @@ def convert(
     layouts = _layouts(model, layers, family, of_layers, sharder)
     links = tuple(placement.link for placement in placements)
     sync = GradientSync(mesh, layouts, plan.shard_optimizer)
+    # Rank 0's seed: ranks that are seeded apart must draw some masks alike.
+    base = int(mesh.control.broadcast(torch.tensor([torch.initial_seed() % 2**63])))
     stack = _install_stack(model, family, plan, links, sync, defer_weight_grads)
     _share_dropouts(model, layers, family, of_layers, vocabulary.link)
+    dropout = Dropout(base, mesh.data.rank, links, vocabulary.link, stack.seeds)
+    dropout.seed(base)
     model.register_forward_pre_hook(partial(_share_batch, mesh), with_kwargs=True)
     vocabulary.install(model)
     names = {name: layouts[p] for name, p in model.named_parameters(remove_duplicate=False)}
     use_cache = getattr(model.config, "use_cache", None)
     model.config.use_cache = False  # a cache keeps the executor from running; generate() asks for one by itself
-    state = Converted(mesh, sharder.replaced, plan, family, names, use_cache, stack, stack.gradients, vocabulary)
+    state = Converted(
+        mesh, sharder.replaced, plan, family, names, use_cache, stack, stack.gradients, vocabulary, dropout
+    )
     object.__setattr__(model, "oases", state)
     return state
 
@@ -157,7 +163,7 @@ def _install_stack(
         sub_batches=plan.sub_batches,
         graphs_kept=plan.graphs_kept,
         defer=defer,
-        seeds=_dropout_seeds(model, layers, family, links, mesh),
+        seeds=_dropout_seeds(model, layers, family, mesh),
     )
     layers.__class__ = StackList
     object.__setattr__(layers, "stack", stack)
@@ -171,18 +177,12 @@ def _layer_block(block: Block) -> LayerBlock:
     return LayerBlock(block.name, block.run, norm, of_sum)
 
 
-def _dropout_seeds(
-    model: PreTrainedModel, layers: nn.ModuleList, family: Family, links: Sequence[Link], mesh: Mesh
-) -> DropoutSeeds | None:
-    """The seeds of the layers' dropout, if there is any, and of that outside the executor."""
-    # Rank 0's seed: ranks that are seeded apart must draw some masks alike.
-    base = int(mesh.control.broadcast(torch.tensor([torch.initial_seed() % 2**63])))
-    for link in links:
-        link.seed = f"{base}/plain/{mesh.data.rank}/{link.axis.size}"
+def _dropout_seeds(model: PreTrainedModel, layers: nn.ModuleList, family: Family, mesh: Mesh) -> DropoutSeeds | None:
+    """The seeds of the layers' dropout, if there is any."""
     modules = any(isinstance(module, nn.Dropout) and module.p > 0 for module in layers.modules())
     if not modules and not getattr(model.config, family.attention_dropout, 0.0):
         return None
-    return DropoutSeeds(base, mesh.world.rank, mesh.data.rank)
+    return DropoutSeeds(mesh.world.rank, mesh.data.rank)
 
 
 def _share_dropouts(
@@ -193,7 +193,6 @@ def _share_dropouts(
     outside: Link,
 ) -> None:
     """Give ranks that have rows in common the same masks for everything but what they split."""
-    outside.seed = f"{placements[0][0].link.seed}/outside"
     own = {layer.get_submodule(path) for layer in layers for path in family.own_dropouts}
     links = {
         module: placement.link

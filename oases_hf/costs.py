@@ -176,6 +176,8 @@ class CostTable:
         kinds: the blocks of one layer, in order; all layers are alike.
         all_reduce: ranks in the group → time over the tensor's bytes.
         all_gather: ranks in the group → time over the bytes of the *gathered* tensor.
+        exchange: ranks in the group → time to sum what all hold on its owners, or to send what these made of it to all,
+            over the bytes of it.
         slowdown: what overlap costs.
         outside: embedding, head and loss.
         optimizer_ms: per million elements that a rank updates.
@@ -191,6 +193,7 @@ class CostTable:
     kinds: tuple[KindCosts, ...]
     all_reduce: Mapping[int, Curve]
     all_gather: Mapping[int, Curve]
+    exchange: Mapping[int, Curve]
     slowdown: Slowdown
     outside: Outside
     optimizer_ms: float
@@ -221,6 +224,10 @@ class CostTable:
     def all_gather_ms(self, ranks: int, size_bytes: float) -> float:
         """Time to gather ``size_bytes`` in all; raises ConfigError if that group size was not measured."""
         return 0.0 if ranks == 1 else _measured(self.all_gather, ranks, "all_gather: group of")(size_bytes)
+
+    def exchange_ms(self, ranks: int, size_bytes: float) -> float:
+        """Time to sum ``size_bytes`` on owners, 0 for one rank; raises ConfigError if that size was not measured."""
+        return 0.0 if ranks == 1 else _measured(self.exchange, ranks, "exchange: group of")(size_bytes)
 
     def sub_batch_rows(self, lowest_degree: int, sub_batches: int) -> int:
         """Rows of the largest sub-batch, filled up so that all replicas of a plan's lowest degree have equally many."""
@@ -286,6 +293,7 @@ _PARSE: dict[str, Callable[[Any], Any]] = {
     "kinds": lambda fields: tuple(_kind(kind) for kind in fields),
     "all_reduce": _curves,
     "all_gather": _curves,
+    "exchange": _curves,
     "slowdown": lambda fields: Slowdown(**fields),
     "outside": lambda fields: Outside(**fields),
 }

@@ -115,7 +115,7 @@ def slopes(model: Any, state: Converted, rows: Batch) -> tuple[float, float]:
 
     def loss() -> Tensor:
         assert state.stack.seeds is not None
-        state.stack.seeds.forwards = state.vocabulary.link._draws = 0
+        state.stack.seeds.forwards = state.vocabulary.link.draws = 0
         return loss_of(model, rows) + 2 * loss_of(model, rows)
 
     with float64_math():
@@ -194,12 +194,12 @@ def evaluated(name: str) -> None:
     model, state = made(name, 2)
     alone = FAMILIES[name].model(attn="eager", **FOUR_HEADS.get(name, {"num_attention_heads": 4})).eval()
     assert state.stack.seeds is not None
-    counters = state.stack.seeds.forwards, state.vocabulary.link._draws
+    counters = state.stack.seeds.forwards, state.vocabulary.link.draws
     rows = {n: t for n, t in data(name).items() if "labels" not in n}
     with masks() as seen, float64_math(), torch.no_grad():
         found, expected = (m(**rows)[0] for m in (model.eval(), alone))
     assert not seen
-    assert (state.stack.seeds.forwards, state.vocabulary.link._draws) == counters
+    assert (state.stack.seeds.forwards, state.vocabulary.link.draws) == counters
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     with float64_math():
         model.zero_grad()

@@ -59,6 +59,7 @@ def table(costs: CostTable) -> str:
         "",
         *(_link("all-reduce", ranks, curve) for ranks, curve in sorted(costs.all_reduce.items())),
         *(_link("all-gather", ranks, curve) for ranks, curve in sorted(costs.all_gather.items())),
+        *(_link("exchange with owners", ranks, curve) for ranks, curve in sorted(costs.exchange.items())),
     ]
     return "\n".join(lines).rstrip()
 

@@ -9,6 +9,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import UnsupportedModelError
 from ..parallel.gradients import GradientSync
+from ..parallel.link import Dropout
 from ..parallel.mesh import Mesh
 from ..parallel.sharding import Layout
 from ..plan import Plan
@@ -29,6 +30,7 @@ class Converted:
         stack: the layers, as they run.
         gradients: who completes gradients.
         vocabulary: what is split by words.
+        dropout: where the model is in what its masks are drawn from.
         use_cache: what the config said before, to be written with an export.
         layouts: how each parameter, by its name in ``state_dict``, is spread over the TMP world.
     """
@@ -42,6 +44,7 @@ class Converted:
     stack: Stack
     gradients: GradientSync
     vocabulary: Vocabulary
+    dropout: Dropout
 
     @property
     def sharded_fraction(self) -> float:

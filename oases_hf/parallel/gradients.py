@@ -91,8 +91,8 @@ class GradientSync:
         """Start to sum the gradients of ``parameters`` over replicas, and to average them over data-parallel ranks."""
         if not self.early:
             return
-        if self.ownership.owners:
-            self._settle()  # the block before: buffers are to be freed while others are computed
+        if self.ownership.owners:  # the blocks before the last: buffers are to be freed while others are computed
+            self._settle(keep=1)
         self._start_all(parameters, owned_only=self.eager)
 
     def replicas(self, layout: Layout) -> Axis:
@@ -117,9 +117,10 @@ class GradientSync:
         for exchange in self.ownership.start_sums(owned):
             self._pending.append((exchange, {parameter: _version(parameter) for parameter in exchange.parameters}))
 
-    def _settle(self) -> None:
-        """Await what was started."""
-        pending, self._pending = self._pending, []
+    def _settle(self, keep: int = 0) -> None:
+        """Await what was started, but for the last ``keep``."""
+        awaited = max(0, len(self._pending) - keep)
+        pending, self._pending = self._pending[:awaited], self._pending[awaited:]
         for work, versions in pending:
             for parameter, version in versions.items():
                 _check_unchanged(parameter, version)

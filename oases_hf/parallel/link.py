@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from .autograd import apply
 from .mesh import Axis
-from .rng import seed_of
+from .rng import DropoutSeeds, seed_of
 from .sharding import Span
 
 if TYPE_CHECKING:
@@ -37,6 +37,7 @@ class Link:
         put_off: where linear layers put the work of their weight gradients.
         unread: nobody reads what row-parallel layers return; they record it for backward only.
         seed: what dropout masks that all ranks have in common are drawn from.
+        draws: how many of these there were.
     """
 
     axis: Axis
@@ -47,7 +48,7 @@ class Link:
     put_off: list[Callable[[], None]] | None = None
     unread: bool = False
     seed: str = ""
-    _draws: int = 0
+    draws: int = 0
 
     @contextmanager
     def executing(
@@ -58,18 +59,64 @@ class Link:
         seed: str = "",
     ) -> Iterator[None]:
         """Let the executor own the collectives of the layers called inside; it draws masks from ``seed``."""
-        before = self.managed, self.captured, self.put_off, self.unread, self.seed, self._draws
+        before = self.managed, self.captured, self.put_off, self.unread, self.seed, self.draws
         self.managed, self.captured, self.put_off, self.unread = True, captured, put_off, unread
-        self.seed, self._draws = seed, 0
+        self.seed, self.draws = seed, 0
         try:
             yield
         finally:
-            self.managed, self.captured, self.put_off, self.unread, self.seed, self._draws = before
+            self.managed, self.captured, self.put_off, self.unread, self.seed, self.draws = before
 
     def next_seed(self) -> int:
         """The seed of the next mask; ranks that draw equally often get equal ones."""
-        self._draws += 1
-        return seed_of(self.seed, self._draws)
+        self.draws += 1
+        return seed_of(self.seed, self.draws)
+
+
+@dataclass
+class Dropout:
+    """Where a converted model is in all that its dropout masks are drawn from.
+
+    Attributes:
+        base: what the user seeded, the same on all ranks.
+        world: the TMP world of this rank.
+        blocks: whose layers may draw by themselves.
+        outside: whose layers draw that are in no block.
+        executor: what the executor seeds blocks by, if they draw at all.
+    """
+
+    base: int
+    world: int
+    blocks: Sequence[Link]
+    outside: Link
+    executor: DropoutSeeds | None
+
+    def seed(self, base: int) -> None:
+        """Draw from ``base`` from here on."""
+        self.base = base
+        for link in self.blocks:
+            link.seed = f"{base}/plain/{self.world}/{link.axis.size}"
+        self.outside.seed = f"{self.blocks[0].seed}/outside"
+        if self.executor is not None:
+            self.executor.base = base
+
+    def state(self) -> dict[str, Any]:
+        """What :meth:`restore` takes, as JSON has it; the same on all ranks."""
+        return {
+            "base": self.base,
+            "forwards": self.executor.forwards if self.executor else 0,
+            "outside": self.outside.draws,
+            "blocks": {str(link.axis.size): link.draws for link in self.blocks},
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from where :meth:`state` was taken, by whatever plan."""
+        self.seed(state["base"])
+        self.outside.draws = state["outside"]
+        for link in self.blocks:
+            link.draws = state["blocks"].get(str(link.axis.size), 0)
+        if self.executor is not None:
+            self.executor.forwards = state["forwards"]
 
 
 class ScaleGradient(torch.autograd.Function):

@@ -217,6 +217,13 @@ class Mesh:
         found: T = told[0]
         return found
 
+    def from_all(self, value: T) -> list[T]:
+        """The ``value`` of every rank, in their order, on every rank."""
+        told: list[Any] = [value] * self.world.size
+        if self.control.group is not None:
+            dist.all_gather_object(told, value, group=self.control.group)
+        return told
+
     def meet(self, what: str) -> None:
         """Wait until every rank is here; raise on those that are when some are not.
 

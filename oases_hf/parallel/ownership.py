@@ -48,6 +48,10 @@ class Ownership:
         self._axes = axes
         self._rank = rank
 
+    def elsewhere(self, parameter: nn.Parameter) -> bool:
+        """Whether another rank keeps the optimizer state of ``parameter``."""
+        return self.owners.get(parameter, self._rank) != self._rank
+
     def start_sums(self, parameters: Iterable[nn.Parameter]) -> Iterator[Exchange]:
         """Start to sum gradients on their owners; elsewhere they are gone at once. All holders call it alike."""
         yield from map(self._start_sum, self._buckets(parameters))

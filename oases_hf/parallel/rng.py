@@ -20,15 +20,15 @@ class DropoutSeeds:
     """Seeds of one rank's dropout masks in a stack, by forward, block, sub-batch and piece.
 
     Attributes:
-        base: what the user seeded, the same on all ranks.
         rank: of this rank in the world, which no other rank draws like.
         world: the TMP world of this rank, whose ranks draw some masks alike.
+        base: what the user seeded, the same on all ranks.
         forwards: how many forwards there were.
     """
 
-    base: int
     rank: int
     world: int
+    base: int = 0
     forwards: int = 0
 
     def next_forward(self) -> int:

@@ -11,8 +11,8 @@ here. They are equations 3 and 4 of the paper, made exact where the runtime is k
 * The ends: embedding and head are a neighbour of degree ``T`` that neither computes nor communicates.
 * Gradients of a block with several holders are reduced while the next block runs backward: exposed is what does not
   fit into the time its lane is idle. Left-overs are not carried on to further blocks, so this is an upper bound.
-* To sum gradients on their owners, or to send what these made of parameters, takes half of an all-reduce: each of n
-  holders sends and receives (n - 1) / n of the bytes, where the all-reduce does so twice.
+* To sum gradients on their owners, or to send what these made of parameters, is an exchange in which each of n holders
+  sends and receives (n - 1) / n of the bytes; an all-reduce does so twice.
 """
 
 from __future__ import annotations
@@ -94,10 +94,12 @@ class Terms:
         owned = held - unowned
         stepped = unowned + -(-owned // owners)
         gradients = unowned + -(-owned // keepers)  # that are kept from one micro-batch to the next
-        half = 0.5 if owners > 1 else 1.0
-        synced_ms = half * costs.all_reduce_ms(holders, owned * size.parameter_gradient)
-        broadcast_ms = half * costs.all_reduce_ms(holders, owned * size.parameter) if owners > 1 else 0.0
+        summing = costs.exchange_ms if owners > 1 else costs.all_reduce_ms
+        updated_ms = costs.exchange_ms(owners, owned * size.parameter)
         others = owned - -(-owned // owners)  # that other ranks own
+        # Of what others own, when an exchange starts while the last one runs: two parts come in, one is being packed;
+        # and where gradients are kept by owners alone, what is packed and what is on its way comes on top of them.
+        buffers = 5 if self.mode.shard_optimizer == "reduce" else 3
         full = choice.recompute == "full"
         hidden_bytes = elements * size.forward
         saved_bytes = kind.saved_hiddens * hidden_bytes
@@ -110,8 +112,8 @@ class Terms:
             backward_ms=timing.backward_ms,
             forward_comm_ms=costs.all_reduce_ms(degree, elements * size.partial),
             backward_comm_ms=costs.all_reduce_ms(degree, elements * size.gradient),
-            reduce_ms=synced_ms,
-            update_ms=stepped * costs.optimizer_ms / 1e6 + broadcast_ms,
+            reduce_ms=summing(holders, owned * size.parameter_gradient),
+            update_ms=stepped * costs.optimizer_ms / 1e6 + updated_ms,
             parameter_bytes=held * size.parameter,
             gradient_bytes=gradients * size.parameter_gradient,
             optimizer_bytes=stepped * size.optimizer_state,
@@ -120,8 +122,7 @@ class Terms:
             runtime_bytes=timing.runtime_bytes
             + (timing.graph_bytes if full else 0)
             + sub_batches * elements * size.gradient
-            # What others own: their gradients until they are sent; on the way they are there, and as much that comes.
-            + (held - gradients + 2 * others) * size.parameter_gradient,
+            + buffers * others * size.parameter_gradient,
         )
 
     def slot(self, compute_ms: float, comm_ms: float) -> float:

@@ -99,6 +99,7 @@ class Estimate:
             kinds=tuple(kinds),
             all_reduce=dict.fromkeys(groups, Curve(((1, 0.0),))),
             all_gather=dict.fromkeys(groups, Curve(((1, 0.0),))),
+            exchange=dict.fromkeys(groups, Curve(((1, 0.0),))),
             slowdown=Slowdown(),
             outside=outside,
             optimizer_ms=0.0,

@@ -91,7 +91,7 @@ class LayerProfile:
             stack.sub_batches = number
             for block, timing in enumerate(self._timings(blocks, outside)):
                 found.timings[block][number] = timing
-        found.outside_ms = self.link.slowest([statistics.median(outside)])[0]
+        found.outside_ms = statistics.median(self.link.slowest(outside))
         found.optimizer_ms = self._optimizer_ms()
         return found
 
@@ -122,19 +122,33 @@ class LayerProfile:
         kept, peak = KeptBytes(self.model.parameters()), PeakBytes(self._device)
         for each in cast(list[Watch], [kept, peak]):
             self._step(each)
-        values: list[float] = []
+        found = []
         for block in blocks:
-            forward = watch.median_ms(block, (Forward, ""), (StartAsync, "output"), (Sync, "output"))
-            recompute = watch.median_ms(block, (Recompute, ""))
-            backward = watch.median_ms(block, (Backward, ""), (StartAsync, "input_grad"), (Sync, "input_grad"))
-            weight = deferred.median_ms(block, (BackwardWeight, ""))
             graph = kept.bytes[block]
             temporary = max(peak.bytes[Backward, block], peak.bytes[Recompute, block] - graph)
-            spread = _spread(watch.times[Forward, block, ""])
-            values += [forward, recompute, backward, weight, graph, max(0, temporary), spread]
-        values = self.link.slowest(values)
-        rows = [values[i : i + 7] for i in range(0, len(values), 7)]
-        return [Timing(f, r, b, w, int(graph), int(runtime), spread) for f, r, b, w, graph, runtime, spread in rows]
+            graph, temporary = map(int, self.link.slowest([graph, max(0, temporary)]))
+            # Whoever is last is waited for, every time: not the slowest rank counts, but who is slowest each time.
+            forward, recompute, backward, weight = (
+                self.link.slowest(times)
+                for times in (
+                    watch.together(block, (Forward, ""), (StartAsync, "output"), (Sync, "output")),
+                    watch.together(block, (Recompute, "")),
+                    watch.together(block, (Backward, ""), (StartAsync, "input_grad"), (Sync, "input_grad")),
+                    deferred.together(block, (BackwardWeight, "")) or [0.0],
+                )
+            )
+            found.append(
+                Timing(
+                    statistics.median(forward),
+                    statistics.median(recompute),
+                    statistics.median(backward),
+                    statistics.median(weight),
+                    graph,
+                    temporary,
+                    _spread(forward),
+                )
+            )
+        return found
 
     def _steps(self, watch: Stopwatch, outside: list[float]) -> None:
         """Time a few steps, after one that is not; what is not the blocks' goes to ``outside``."""

@@ -50,6 +50,16 @@ class LinkProfile:
         """The gathering of rows over ``axis``, by the bytes of the gathered tensor."""
         return self._curve(lambda part: axis.start_gather_rows(part)[1], axis.size)
 
+    def exchange(self, axis: Axis) -> Curve:
+        """An exchange over ``axis``, all ranks owning equally much, by the bytes of what all of them hold."""
+
+        def start(held: Tensor) -> Pending:
+            counts = [len(held) // axis.size] * axis.size
+            counts[axis.rank] = 0
+            return axis.start_exchange(held.flatten()[: sum(counts)], counts, counts)[1]
+
+        return self._curve(start, 1)
+
     def _curve(self, start: Start, parts: int) -> Curve:
         return Curve(tuple((size, self._message_ms(start, size // parts)) for size in SIZES))
 

@@ -171,7 +171,7 @@ def _measure(
             slowdown = layer.slowdown()
         del layer
     say("costs: links")
-    all_reduce, all_gather = _links(mesh, degrees, device)
+    all_reduce, all_gather, exchange = _links(mesh, degrees, device)
     kinds = [
         kind_costs(
             block,
@@ -192,20 +192,28 @@ def _measure(
         kinds=tuple(kinds),
         all_reduce=all_reduce,
         all_gather=all_gather,
+        exchange=exchange,
         slowdown=slowdown,
         outside=outside_of(one, mesh.tmp.size, workload, found[max(degrees)].outside_ms),
         optimizer_ms=max(each.optimizer_ms for each in found.values()),
     )
 
 
-def _links(mesh: Mesh, degrees: tuple[int, ...], device: torch.device) -> tuple[dict[int, Curve], dict[int, Curve]]:
-    """The curves of all groups that a plan may use."""
+Curves = dict[int, Curve]
+
+
+def _links(mesh: Mesh, degrees: tuple[int, ...], device: torch.device) -> tuple[Curves, Curves, Curves]:
+    """The curves of all groups that a plan may use: of all-reduces, gathers, and exchanges with owners."""
     link, world, tmp = LinkProfile(mesh, device), mesh.world.size, mesh.tmp.size
-    reducing = [*map(mesh.axis, degrees), *(mesh.axis(world, degree) for degree in degrees), mesh.data]
+    holding = [*(mesh.axis(world, degree) for degree in degrees), mesh.data]
+    reducing = [*map(mesh.axis, degrees), *holding]
     ends = sorted({*degrees, tmp})
     gathering = [mesh.axis(high, low) for low in ends for high in ends if low < high and high % low == 0]
-    all_reduce = {size: link.all_reduce(axis) for size, axis in _by_size(reducing).items()}
-    return all_reduce, {size: link.all_gather(axis) for size, axis in _by_size(gathering).items()}
+    return (
+        {size: link.all_reduce(axis) for size, axis in _by_size(reducing).items()},
+        {size: link.all_gather(axis) for size, axis in _by_size(gathering).items()},
+        {size: link.exchange(axis) for size, axis in _by_size(holding).items()},
+    )
 
 
 def _by_size(axes: Sequence[Axis]) -> dict[int, Axis]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 import weakref
 from collections import Counter, defaultdict
@@ -64,10 +63,10 @@ class Stopwatch:
         tensor = op.collective.tensor if isinstance(op, StartAsync | Sync) else ""
         self._spans.append(((type(op), block_of(op), tensor), start, self._clock.now()))
 
-    def median_ms(self, block: int, *what: tuple[type[Instruction], str]) -> float:
-        """The sum of the medians of some instructions of a block, by kind and tensor; 0 for those that never ran."""
+    def together(self, block: int, *what: tuple[type[Instruction], str]) -> list[float]:
+        """What some instructions of a block, by kind and tensor, took in all, each time that they ran."""
         times = (self.times.get((kind, block, tensor)) for kind, tensor in what)
-        return sum(statistics.median(each) for each in times if each)
+        return [sum(each) for each in zip(*filter(None, times), strict=True)]
 
     def read(self) -> float:
         """Sort what was timed since the last reading into :attr:`times`; returns the sum of it."""

@@ -65,6 +65,7 @@ def cost_table(hidden: int, rows: int, sub_batches: tuple[int, ...] = (2,)) -> C
         all_gather={
             ranks: Curve(tuple((size, ms / 2) for size, ms in curve.points)) for ranks, curve in all_reduce.items()
         },
+        exchange={},
         slowdown=Slowdown(),
         outside=Outside(ms=0.0, parameters=0, bytes=0),
         optimizer_ms=0.0,

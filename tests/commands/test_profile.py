@@ -30,6 +30,7 @@ block      degree  sub-batches  forward ms  recompute ms  backward ms  spread
 ){8}
 all-reduce of 2 ranks: \d+\.\d\d ms for 64 KiB, \d+\.\d\d GB/s at 64 MiB
 all-gather of 2 ranks: \d+\.\d\d ms for 64 KiB, \d+\.\d\d GB/s at 64 MiB
+exchange with owners of 2 ranks: \d+\.\d\d ms for 64 KiB, \d+\.\d\d GB/s at 64 MiB
 
 \d+\.\d s
 """

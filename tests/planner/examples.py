@@ -36,6 +36,7 @@ def by_hand(tmp_size: int = 2, **changes: object) -> CostTable:
         "kinds": (KindCosts("block", {degree: 1000 // degree for degree in divisors(tmp_size)}, timings),),
         "all_reduce": {ranks: flat(3.0) for ranks in divisors(tmp_size)},
         "all_gather": {ranks: flat(5.0) for ranks in divisors(tmp_size)},
+        "exchange": {ranks: flat(1.5) for ranks in divisors(tmp_size)},
         "slowdown": Slowdown(),
         "outside": Outside(ms=0.0, parameters=0, bytes=0),
         "optimizer_ms": 0.0,
@@ -91,4 +92,5 @@ def random_table(seed: int, tmp_size: int, kinds: int) -> CostTable:
         slowdown=draw.choice((Slowdown(), Slowdown(1.1, 1.3))),
         outside=Outside(ms=draw.uniform(1, 5), parameters=500, bytes=draw.choice((0, 30_000))),
         optimizer_ms=draw.uniform(10, 1000),
+        exchange={ranks: curve(ranks) for ranks in groups},
     )

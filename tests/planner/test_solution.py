@@ -60,7 +60,7 @@ def test_the_advice_where_nothing_fits(allowed: dict[str, object], advice: str) 
 
 
 def test_sharding_the_optimizer_is_advised_where_it_helps() -> None:
-    problem = replace(fitting(Problem(by_hand(2), 4, 1.0), 1, 1, 1, 1), degrees=(1,))
+    problem = replace(fitting(Problem(by_hand(2), 8, 1.0), *[1] * 8), degrees=(1,))
     solve(problem)
     tighter = replace(problem, memory_limit_gib=problem.memory_limit_gib - 10_000 / GIB)
     with pytest.raises(ConfigError, match=r"shard_optimizer=\('off', 'keep', 'reduce'\)"):

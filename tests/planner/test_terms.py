@@ -95,8 +95,8 @@ def test_a_slot_with_slow_down() -> None:
         (("full", "full"), "off", (6000, 6000, 12000, 16 + 32, 40 + 100 + 32)),
         (("full", "none"), "off", (6000, 6000, 12000, 16 + 200, 40 + 100 + 16)),
         (("none", "none"), "off", (6000, 6000, 12000, 200 + 200, 40 + 32)),
-        (("full", "full"), "keep", (6000, 6000, 4000 + 4000, 16 + 32, 40 + 100 + 16 + 2 * 2000)),
-        (("full", "full"), "reduce", (6000, 2000 + 2000, 4000 + 4000, 16 + 32, 40 + 100 + 16 + 3 * 2000)),
+        (("full", "full"), "keep", (6000, 6000, 4000 + 4000, 16 + 32, 40 + 100 + 16 + 3 * 2000)),
+        (("full", "full"), "reduce", (6000, 2000 + 2000, 4000 + 4000, 16 + 32, 40 + 100 + 16 + 5 * 2000)),
     ],
 )
 def test_equation_6(recompute: tuple[Recompute, ...], mode: ShardOptimizer, expected: tuple[int, ...]) -> None:
