@@ -78,8 +78,26 @@ def full(model: PreTrainedModel, local: Mapping[str, Tensor]) -> dict[str, Tenso
 
 def full_gradients(model: PreTrainedModel) -> dict[str, Tensor]:
     """The full gradients by name; frozen parameters have none. Those of owners alone are theirs."""
+    return _full_from_owners(model, {name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+
+
+def full_moments(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+    """What the optimizer keeps of each parameter, by its key there and then by name; numbers are left out."""
+    kept = {name: optimizer.state[p] for name, p in model.named_parameters() if p in optimizer.state}
+    shaped = {key for each in kept.values() for key, value in each.items() if torch.is_tensor(value) and value.dim()}
+    keys: list[set[str]] = [shaped]
+    if dist.is_initialized():
+        keys = [set() for _ in range(dist.get_world_size())]
+        dist.all_gather_object(keys, shaped)
+    return {
+        key: _full_from_owners(model, {name: each[key] for name, each in kept.items() if key in each})
+        for key in sorted(set.union(*keys))
+    }
+
+
+def _full_from_owners(model: PreTrainedModel, local: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Full tensors from each rank's parts, of which owners alone have some."""
     owners = converted(model).gradients.ownership.owners
-    local = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     everyone: list[dict[str, Tensor]] = [{}]
     if owners:
         everyone = [{} for _ in range(dist.get_world_size())]

@@ -1,5 +1,14 @@
 """Reading and writing models on disk, where everything has Hugging Face names and full shapes."""
 
 from .export import full_state_dict, save_pretrained
+from .plain import load_export, load_plain_optimizer
+from .state import Checkpoint, save_state
 
-__all__ = ["full_state_dict", "save_pretrained"]
+__all__ = [
+    "Checkpoint",
+    "full_state_dict",
+    "load_export",
+    "load_plain_optimizer",
+    "save_pretrained",
+    "save_state",
+]

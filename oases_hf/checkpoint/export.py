@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -20,6 +19,7 @@ from ..errors import CheckpointError
 from ..models.converted import Converted, converted
 from ..parallel.mesh import Axis
 from ..parallel.sharding import Layout
+from .files import TensorFile
 
 PLAN_NAME = "oases_plan.json"
 INDEX_NAME = "model.safetensors.index.json"
@@ -46,16 +46,16 @@ def save_pretrained(model: PreTrainedModel, folder: str | Path, max_shard_size: 
     state.mesh.meet("save_pretrained (or Trainer.save_model)")
     failures: list[Exception] = []
     if state.mesh.data.rank == 0:
-        with _noting(failures):
+        with noting(failures):
             _write(model, state, Path(folder), max_shard_size, failures)
-    _agree_on_success(state, failures, folder)
+    agree(state, failures, f"{folder} could not be written; free space or choose another folder")
 
 
 def _write(
     model: PreTrainedModel, state: Converted, folder: Path, max_shard_size: int | str, failures: list[Exception]
 ) -> None:
     """Write this rank's files; a failure is noted, and the gathering goes on, since other ranks take part in it."""
-    tensors = dict(_unique_tensors(model))
+    tensors = dict(unique_tensors(model))
     shapes = {
         name: torch.empty(state.layouts[name].shape if name in state.layouts else t.shape, dtype=t.dtype, device="meta")
         for name, t in tensors.items()
@@ -64,44 +64,54 @@ def _write(
         shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
     )
     axis = state.mesh.tmp
-    with _noting(failures):
+    with noting(failures):
         folder.mkdir(parents=True, exist_ok=True)
     for number, (filename, names) in enumerate(split.filename_to_tensors.items()):
         writer = number % axis.size
-        full = {name: _gather(tensors[name], state.layouts.get(name), axis, writer) for name in names}
+        full = (_gather(tensors[name], state.layouts.get(name), axis, writer) for name in names)
         if axis.rank == writer:
-            with _noting(failures):
-                save_file({name: t for name, t in full.items() if t is not None}, folder / filename, {"format": "pt"})
+            file = TensorFile(folder / filename, {name: shapes[name] for name in names}, {"format": "pt"})
+            with noting(failures), file:
+                for tensor in full:
+                    if tensor is not None:
+                        file.add(tensor)
+        for _ in full:  # the others', and what is left after an error: those who send are waited for
+            pass
     if axis.rank == 0:
-        with _noting(failures):
-            _write_rest(model, state, folder, split)
+        with noting(failures):
+            _write_rest(model, folder, split)
             (folder / PLAN_NAME).write_text(state.plan.to_json() + "\n")
 
 
 @contextmanager
-def _noting(failures: list[Exception]) -> Iterator[None]:
-    """Keep any error for :func:`_agree_on_success`: raised at once, it would leave the other ranks waiting."""
+def noting(failures: list[Exception]) -> Iterator[None]:
+    """Keep any error for :func:`agree`: raised at once, it would leave the other ranks waiting."""
     try:
         yield
     except Exception as error:
         failures.append(error)
 
 
-def _write_rest(model: PreTrainedModel, state: Converted, folder: Path, split: Any) -> None:
+def _write_rest(model: PreTrainedModel, folder: Path, split: Any) -> None:
     """Configuration and index; files of an earlier export that are not of this one go."""
-    config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
-    if state.use_cache is not None:
-        config.use_cache = state.use_cache
-    config.save_pretrained(folder)
-    if model.can_generate() and model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
+    save_config(model, folder)
     for stale in {*folder.glob("model-*.safetensors"), folder / "model.safetensors", folder / INDEX_NAME}:
         if stale.name not in split.filename_to_tensors:
             stale.unlink(missing_ok=True)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def save_config(model: PreTrainedModel, folder: Path) -> None:
+    """Write the configuration of a converted model as it was before, and how it generates."""
+    state, config = converted(model), copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    if state.use_cache is not None:
+        config.use_cache = state.use_cache
+    config.save_pretrained(folder)
+    if model.can_generate() and model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
 
 
 def full_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -120,13 +130,19 @@ def full_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in gathered.items() if tensor is not None}
 
 
-def _unique_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+def unique_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """The tensors to write, tied ones under their first name only."""
-    seen: set[int] = set()
+    return ((names[0], tensor) for names, tensor in named_tensors(model))
+
+
+def named_tensors(model: PreTrainedModel) -> Iterator[tuple[list[str], Tensor]]:
+    """The tensors of a model's ``state_dict``, each with all names it has."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, tensor.detach()
+        names.setdefault(id(tensor), []).append(name)
+        tensors[id(tensor)] = tensor
+    return ((names[key], tensor.detach()) for key, tensor in tensors.items())
 
 
 def _gather(tensor: Tensor, layout: Layout | None, axis: Axis, writer: int) -> Tensor | None:
@@ -148,8 +164,9 @@ def _gather(tensor: Tensor, layout: Layout | None, axis: Axis, writer: int) -> T
     return full
 
 
-def _agree_on_success(state: Converted, failures: list[Exception], folder: str | Path) -> None:
+def agree(state: Converted, failures: list[Exception], what: str) -> None:
+    """Raise CheckpointError on all ranks if one of them failed: ``what``, and why."""
     failed = state.mesh.control.all_reduce(torch.tensor([len(failures)]))
     if int(failed):
-        reason = failures[0] if failures else "another rank reports the cause"
-        raise CheckpointError(f"{folder} could not be written: {reason}; free space or choose another folder")
+        reason = str(failures[0]) if failures else "another rank reports the cause"
+        raise CheckpointError(f"{what}: {reason}") from (failures[0] if failures else None)

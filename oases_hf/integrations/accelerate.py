@@ -20,7 +20,7 @@ from ..checkpoint import full_state_dict, save_pretrained
 from ..checkpoint.export import MAX_SHARD_SIZE
 from ..config import OasesConfig
 from ..convert import check_plain, convert
-from ..errors import CheckpointError, ConfigError, UnsupportedModelError
+from ..errors import ConfigError, UnsupportedModelError
 from ..models import family_of
 from ..models.converted import Converted
 from ..parallel.mesh import Mesh
@@ -29,11 +29,7 @@ from .leaving import end_quietly
 from .optimizers import common_scaler, scheduling, watch_steps
 from .overrides import override
 from .planning import plan_for
-
-RESUME_IS_MISSING = (
-    "resumable training state is not supported yet: optimizer state of a sharded model would be saved and loaded "
-    "wrongly. Export weights with save_pretrained (or Trainer.save_model), and start a new run from that folder"
-)
+from .resuming import keep_state
 
 
 @dataclass
@@ -185,9 +181,8 @@ def _take_over(accelerator: Accelerator, model: PreTrainedModel, state: Converte
         prepare_scheduler=scheduling(accelerator, state.mesh.data.size),
         save_model=save_model,
         get_state_dict=get_state_dict,
-        save_state=_refuse_state,
-        load_state=_refuse_state,
     )
+    keep_state(accelerator, model, state)
 
 
 def _backward(accelerator: Accelerator, model: PreTrainedModel, state: Converted) -> Callable[..., None]:
@@ -228,10 +223,6 @@ def _clip(accelerator: Accelerator, state: Converted) -> Callable[..., Tensor]:
         return state.gradients.clip(several, max_norm, norm_type)
 
     return clip_grad_norm_
-
-
-def _refuse_state(*_: Any, **__: Any) -> None:
-    raise CheckpointError(RESUME_IS_MISSING)
 
 
 def _neutralise(model: PreTrainedModel) -> None:

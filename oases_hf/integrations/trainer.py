@@ -17,13 +17,15 @@ from transformers.trainer import TRAINING_ARGS_NAME
 
 from ..checkpoint import save_pretrained
 from ..config import OasesConfig
-from ..errors import CheckpointError, ConfigError, UnsupportedModelError
+from ..errors import ConfigError, UnsupportedModelError
 from ..models.converted import Converted, converted
 from ..models.vocabulary import ignores_num_items
 from ..parallel.equal import make_batch_equal
-from .accelerate import RESUME_IS_MISSING, OasesPlugin
+from .accelerate import OasesPlugin
 from .evaluation import own_losses
 from .overrides import override
+from .resuming import TrainerCheckpoints
+from .stopping import StopOnSignal
 from .training_arguments import concerning, refuse
 
 log = logging.getLogger(__name__)
@@ -130,15 +132,13 @@ def _take_over(trainer: Trainer, model: PreTrainedModel, state: Converted) -> No
         trainer.model_accepts_loss_kwargs = False
     override(
         trainer,
-        save_model=functools.partial(_save_model, trainer, model),
         get_batch_samples=_sharing_batches(trainer, state),
         prediction_step=own_losses(trainer, state),
         _track_num_input_tokens=_counting_once(trainer, state.mesh.tmp.size),
-        _save_optimizer_and_scheduler=functools.partial(_say_that_resume_is_missing, trainer.args),
-        _load_from_checkpoint=_refuse_resume,
-        _load_optimizer_and_scheduler=_refuse_resume_when_given,
-        _load_best_model=_refuse_resume,
     )
+    export, processor = functools.partial(_save_model, trainer, model), functools.partial(_save_processor, trainer)
+    TrainerCheckpoints(trainer, model, state, export, processor)
+    trainer.add_callback(StopOnSignal(state.mesh.control))
 
 
 def _save_model(
@@ -147,13 +147,18 @@ def _save_model(
     """Export the model, tokenizer and arguments; all ranks call it."""
     folder = Path(output_dir or trainer.args.output_dir or ".")
     save_pretrained(model, folder)
-    processor = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
     if trainer.args.should_save:
-        if processor is not None:
-            processor.save_pretrained(folder)
-        torch.save(trainer.args, folder / TRAINING_ARGS_NAME)
+        _save_processor(trainer, folder)
     if trainer.args.push_to_hub and not _internal_call:
         trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
+
+
+def _save_processor(trainer: Trainer, folder: Path) -> None:
+    """Write what makes the model's inputs, and the arguments."""
+    processor = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    if processor is not None:
+        processor.save_pretrained(folder)
+    torch.save(trainer.args, folder / TRAINING_ARGS_NAME)
 
 
 def _sharing_batches(trainer: Trainer, state: Converted) -> Callable[..., Any]:
@@ -185,17 +190,3 @@ def _counting_once(trainer: Trainer, tmp_size: int) -> Callable[[Any], None]:
         trainer.state.num_input_tokens_seen = before + (trainer.state.num_input_tokens_seen - before) // tmp_size
 
     return track
-
-
-def _say_that_resume_is_missing(args: TrainingArguments, output_dir: str) -> None:
-    if args.process_index == 0:
-        log.warning("%s holds an export of the model, no optimizer: %s", output_dir, RESUME_IS_MISSING)
-
-
-def _refuse_resume(*_: Any, **__: Any) -> None:
-    raise CheckpointError(RESUME_IS_MISSING)
-
-
-def _refuse_resume_when_given(checkpoint: str | None) -> None:
-    if checkpoint is not None:
-        _refuse_resume()

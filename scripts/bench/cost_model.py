@@ -75,7 +75,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     sizes = {"hidden": 512, "heads": 8, "ffn": 1376, "layers": 8, "seq": 128, "batch": 8, "vocab": 1024}
-    for name, default in {**sizes, "accumulation": 4, "plans": 20, "steps": 2}.items():
+    for name, default in {**sizes, "accumulation": 8, "plans": 20, "steps": 2}.items():
         add(f"--{name}", type=int, default=default, help=f"default {default}")
     # The least that degree 2 everywhere needs is 218.4, and 176.2 with owned state.
     add("--memory-mib", type=float, default=217.0, help="that a rank may use (default: 217)")

@@ -133,8 +133,8 @@ def build(task: Task, oases: Mapping[str, Any] | None) -> Trainer:
     return trainer
 
 
-def fit(task: Task, oases: Mapping[str, Any] | None) -> Fit:
-    """On a rank: train, and read what came of it."""
+def fit(task: Task, oases: Mapping[str, Any] | None, resume: bool | str | None = None) -> Fit:
+    """On a rank: train, from the checkpoint ``resume`` on, and read what came of it."""
     trainer = build(task, oases)
     state = state_of(trainer)
     recorder = _Recorder()
@@ -146,7 +146,7 @@ def fit(task: Task, oases: Mapping[str, Any] | None) -> Fit:
     with ExitStack() as stack:
         if task.exact:
             stack.enter_context(float64_math())
-        trainer.train()
+        trainer.train(resume)
     logging.getLogger("oases_hf").removeHandler(warnings)
     return Fit(
         losses=tuple(_mean_over_worlds(recorder.losses, state)),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import signal
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from ..launch import Argument, launch, run_launcher
+from ..ranks import Worlds
+from .fitting import Task, fit
 
 pytestmark = pytest.mark.dist
 
@@ -69,6 +73,28 @@ print("went on")
 """
 
 
+STOPPED = """
+import os, signal, sys
+import torch
+from transformers import TrainerCallback
+from tests.integrations.fitting import Task, build, whole_parameters
+
+number, resume, out = int(sys.argv[1]), sys.argv[2] == "resume", sys.argv[3]
+
+class Signal(TrainerCallback):
+    def on_substep_end(self, args, state, control, **kwargs):
+        if state.global_step == 2 and args.process_index == 1 and not resume:
+            os.kill(os.getpid(), number)
+
+arguments = {"max_steps": 6, "gradient_accumulation_steps": 2, "output_dir": out}
+trainer = build(Task(arguments), {})
+trainer.add_callback(Signal())
+trainer.train(resume_from_checkpoint=resume)
+print(trainer.state.global_step)
+torch.save(whole_parameters(trainer), f"{out}-{trainer.args.process_index}")
+"""
+
+
 def script(folder: Path, text: str) -> Path:
     path = folder / "script.py"
     path.write_text(text)
@@ -109,6 +135,24 @@ def test_all_ranks_end_when_one_raises(tmp_path: Path) -> None:
         assert f"oases: rank {rank} failed: " in process.stderr
     assert "oases: rank 1 failed: ValueError: no luck in step 2" in done[1].stderr
     assert "in on_step_begin" in done[1].stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends(ranks: Worlds, tmp_path: Path, number: signal.Signals) -> None:
+    """To one rank, in the midst of a step; and training goes on from there as if nothing had been."""
+    out = tmp_path / "out"
+    command: list[Argument] = [script(tmp_path, STOPPED), str(int(number))]
+    for process in launch(2, [*command, "start", out]):
+        assert process.returncode == 128 + number, process.stderr
+        assert process.stdout.splitlines()[-1] != "6"
+    assert [path.name for path in out.iterdir()] == ["checkpoint-3"]
+    for process in launch(2, [*command, "resume", out]):
+        assert process.returncode == 0, process.stderr
+        assert process.stdout.splitlines()[-1] == "6"
+    (expected, _) = ranks(2).run(fit, Task({"max_steps": 6, "gradient_accumulation_steps": 2}, exact=False), {})
+    for rank in range(2):
+        ended = torch.load(f"{out}-{rank}")
+        assert all(torch.equal(ended[name], value) for name, value in expected.end.items())
 
 
 def accelerate(*arguments: Argument) -> list[Argument]:

@@ -262,9 +262,6 @@ def by_the_book() -> None:
         assert_equal(state, ours)
     else:
         assert not state
-    for refused in (accelerator.save_state, accelerator.load_state):
-        with pytest.raises(Exception, match="resumable training state is not supported yet"):
-            refused("state")
 
 
 def test_saving_in_a_loop_of_ones_own(ranks: Worlds) -> None:

@@ -1,0 +1,160 @@
+"""Files that are there whole or not at all, and the writer of safetensors, one tensor at a time.
+
+A file is written beside its place, synced to the disk, and renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO
+
+import torch
+from torch import Tensor
+
+PARTIAL = ".partial"
+"""What the name of a file ends in until it is whole."""
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The types of tensors, as safetensors names them."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file as it was written: its bytes, and their SHA-256."""
+
+    bytes: int
+    sha256: str
+
+
+class DurableFile:
+    """A file under its own name only once all of it is on the disk; use as a context, errors leave nothing.
+
+    Args:
+        path: where it is to be.
+
+    Attributes:
+        written: what it is, once the context has ended.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.written = Written(0, "")
+        self._path, self._partial = path, path.with_name(path.name + PARTIAL)
+        self._hash, self._bytes = hashlib.sha256(), 0
+        self._file: IO[bytes]
+
+    def __enter__(self) -> DurableFile:
+        """Open it."""
+        self._file = open(self._partial, "wb", buffering=0)  # noqa: SIM115: closed in __exit__
+        return self
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append ``data``."""
+        view = memoryview(data).cast("B")
+        self._hash.update(view)
+        self._bytes += len(view)
+        while len(view):
+            view = view[self._file.write(view) :]
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Sync and rename it, or remove it after an error."""
+        try:
+            with self._file:
+                if error is None:
+                    os.fsync(self._file.fileno())
+            if error is None:
+                os.rename(self._partial, self._path)
+                sync_folder(self._path.parent)
+                self.written = Written(self._bytes, self._hash.hexdigest())
+        finally:
+            self._partial.unlink(missing_ok=True)
+
+
+class TensorFile(DurableFile):
+    """A safetensors file; use as a context, and :meth:`add` its tensors in order.
+
+    Args:
+        path: where it is to be.
+        tensors: names, dtypes and shapes; meta tensors do.
+        metadata: of the header.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+        super().__init__(path)
+        header: dict[str, object] = {"__metadata__": dict(metadata)}
+        end = 0
+        for name, tensor in tensors.items():
+            begin, end = end, end + tensor.numel() * tensor.element_size()
+            header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        self._header = text + b" " * (-len(text) % 8)
+
+    def __enter__(self) -> TensorFile:
+        """Open it, and write the header."""
+        super().__enter__()
+        self.write(len(self._header).to_bytes(8, "little"))
+        self.write(self._header)
+        return self
+
+    def add(self, tensor: Tensor) -> None:
+        """Append the data of the next tensor."""
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        if flat.numel():
+            self.write(flat.view(torch.uint8).numpy().data)
+
+
+def of_folder(name: str) -> bool:
+    """Whether ``name`` is that of a file in a folder, not a way out of it."""
+    return Path(name).name == name != ".."
+
+
+def write_durably(path: Path, text: str) -> Written:
+    """Write a text file."""
+    file = DurableFile(path)
+    with file:
+        file.write(text.encode())
+    return file.written
+
+
+def digest(path: Path) -> Written:
+    """What a file is that is there already."""
+    hashed, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while block := file.read(2**22):
+            hashed.update(block)
+            size += len(block)
+    return Written(size, hashed.hexdigest())
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file that somebody else wrote is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    sync_file(folder)

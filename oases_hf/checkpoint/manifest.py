@@ -1,0 +1,115 @@
+"""The manifest of a training checkpoint: written last, so a folder that has one is a checkpoint that is whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import CheckpointError
+from .files import Written, digest, of_folder, sync_folder, write_durably
+
+MANIFEST_NAME = "oases_checkpoint.json"
+FILE_PATTERN = "oases-*.safetensors"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a training checkpoint is made of.
+
+    Attributes:
+        plan: what was trained by, as JSON has it.
+        world_size: ranks that wrote it.
+        rows_per_step: sequences of an optimizer step, where that is known.
+        optimizers: of each optimizer its groups: settings, and the names of the parameters.
+        dropout: the state of what dropout masks are drawn from.
+        files: what each file of the folder is.
+    """
+
+    plan: Mapping[str, Any]
+    world_size: int
+    rows_per_step: int | None
+    optimizers: list[list[dict[str, Any]]]
+    dropout: Mapping[str, Any]
+    files: Mapping[str, Written]
+
+    def write(self, folder: Path) -> None:
+        """Make ``folder`` a checkpoint."""
+        write_durably(folder / MANIFEST_NAME, json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        """That of ``folder``.
+
+        Raises:
+            CheckpointError: there is none, it is damaged, or a file that it names is not there as it was written.
+        """
+        path = folder / MANIFEST_NAME
+        try:
+            fields = json.loads(path.read_text())
+            if fields.pop("format") != FORMAT:
+                raise CheckpointError(f"{path} is of another version of oases_hf; load it with that one")
+            fields["files"] = {name: Written(**written) for name, written in fields["files"].items()}
+            found = cls(**fields)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{folder} is not a whole training checkpoint: it has no {MANIFEST_NAME}, which is written last; use "
+                f"an earlier one"
+            ) from error
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{path} is damaged ({error!r}); use an earlier checkpoint") from error
+        for name, written in found.files.items():
+            found._check_size(folder, name, written)
+        return found
+
+    def _check_size(self, folder: Path, name: str, written: Written) -> None:
+        file = folder / name
+        if not of_folder(name) or file.is_symlink():
+            raise CheckpointError(f"{folder / MANIFEST_NAME} names {name!r}, which is no file of this folder; refused")
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing; restore it, or use an earlier checkpoint")
+        if file.stat().st_size != written.bytes:
+            raise CheckpointError(
+                f"{file} has {file.stat().st_size} bytes, and was written with {written.bytes}; restore it, or use an "
+                f"earlier checkpoint"
+            )
+
+    def check_content(self, folder: Path, name: str) -> None:
+        """Read a file; raises CheckpointError unless it is what was written."""
+        if digest(folder / name) != self.files[name]:
+            raise CheckpointError(
+                f"{folder / name} has changed since it was written; restore it, or use an earlier checkpoint"
+            )
+
+    def tensor_files(self, folder: Path) -> list[Path]:
+        """The files that hold parameters and optimizer state."""
+        return [folder / name for name in sorted(self.files) if Path(name).match(FILE_PATTERN)]
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether training can go on from ``folder``: not if its writing was begun and not ended."""
+    if (folder / MANIFEST_NAME).exists():
+        try:
+            Manifest.read(folder)
+        except CheckpointError:
+            return False
+        return True
+    return is_export(folder) and (folder / "trainer_state.json").exists()
+
+
+def is_export(folder: Path) -> bool:
+    """Whether a folder has a model as Hugging Face writes it, and no training state of ours."""
+    names = ("model.safetensors", "model.safetensors.index.json")
+    return not (folder / MANIFEST_NAME).exists() and any((folder / name).exists() for name in names)
+
+
+def withdraw(folder: Path) -> None:
+    """Make a checkpoint in ``folder`` none, before it is written anew."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MANIFEST_NAME).unlink(missing_ok=True)
+    sync_folder(folder)
+    for stale in folder.glob(FILE_PATTERN + "*"):
+        stale.unlink()

@@ -1,0 +1,77 @@
+"""A folder that ``from_pretrained`` reads from a training checkpoint, in one process, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from torch import Tensor
+from transformers.utils import CONFIG_NAME
+
+from ..errors import CheckpointError
+from .export import INDEX_NAME, MAX_SHARD_SIZE, PLAN_NAME
+from .files import TensorFile, write_durably
+from .manifest import MANIFEST_NAME, Manifest
+from .state import PARAMETERS
+from .stored import Stored
+
+OF_TRAINING = frozenset(
+    {MANIFEST_NAME, "trainer_state.json", "training_args.bin", "scheduler.pt", "scaler.pt", "scheduler.bin"}
+)
+"""Files of a checkpoint that are no part of a model."""
+
+
+def merge(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, max_shard_size: str = MAX_SHARD_SIZE) -> None:
+    """Write the model of a training checkpoint as Hugging Face does.
+
+    Args:
+        checkpoint: that ``Trainer`` or ``save_state`` has written.
+        out: a folder; made if it is not there.
+        dtype: of floating point tensors; that trained in when None.
+        max_shard_size: the most bytes of one file.
+
+    Raises:
+        CheckpointError: the checkpoint is not whole, or a file is not as it was written.
+    """
+    manifest = Manifest.read(checkpoint)
+    for name in manifest.files:
+        manifest.check_content(checkpoint, name)
+    stored = Stored(manifest.tensor_files(checkpoint))
+    begin = f"{PARAMETERS}/"
+    shapes = {
+        name.removeprefix(begin): torch.empty(parts[0].shape, dtype=_as(stored.dtype(name), dtype), device="meta")
+        for name, parts in stored.parts.items()
+        if name.startswith(begin)
+    }
+    split = split_torch_state_dict_into_shards(
+        shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    )
+    if out.exists() and any(out.iterdir()):
+        raise CheckpointError(f"{out} is not empty; choose a new folder")
+    out.mkdir(parents=True, exist_ok=True)
+    for file, names in split.filename_to_tensors.items():
+        _write(out / file, {name: shapes[name] for name in names}, stored)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        write_durably(out / INDEX_NAME, json.dumps(index, indent=2, sort_keys=True) + "\n")
+    for name in manifest.files:
+        if not name.endswith((".safetensors", ".pkl")) and name not in OF_TRAINING:
+            shutil.copyfile(checkpoint / name, out / name)
+    if dtype is not None:
+        config = json.loads((out / CONFIG_NAME).read_text())
+        write_durably(out / CONFIG_NAME, json.dumps({**config, "dtype": str(dtype).removeprefix("torch.")}, indent=2))
+    write_durably(out / PLAN_NAME, json.dumps(manifest.plan, indent=2) + "\n")
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], stored: Stored) -> None:
+    with TensorFile(path, tensors, {"format": "pt"}) as file:
+        for name, like in tensors.items():
+            file.add(stored.read(f"{PARAMETERS}/{name}").to(like.dtype))
+
+
+def _as(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and own.is_floating_point else own

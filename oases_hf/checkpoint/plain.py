@@ -1,0 +1,98 @@
+"""Reading what plain Hugging Face has written: a model's folder, and the optimizer of a Trainer of one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+
+from ..errors import CheckpointError
+from ..models.converted import Converted, converted
+from .export import INDEX_NAME, agree, named_tensors, noting
+from .files import of_folder
+from .places import parameter_names, place_of
+from .stored import Stored
+
+SINGLE_NAME = "model.safetensors"
+
+
+def export_files(folder: Path) -> list[Path]:
+    """The safetensors files of a model's folder.
+
+    Raises:
+        CheckpointError: there are none, or the index names files elsewhere.
+    """
+    if (folder / SINGLE_NAME).is_file():
+        return [folder / SINGLE_NAME]
+    index = folder / INDEX_NAME
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}; choose another folder") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{index} is damaged ({error!r}); restore it") from error
+    for name in names:
+        if not of_folder(name):
+            raise CheckpointError(f"{index} names {name!r}, which is no file of this folder; refused")
+    return [folder / name for name in names]
+
+
+def load_export(model: PreTrainedModel, folder: Path) -> None:
+    """Overwrite the tensors of a converted model with those of a model's folder; every rank must call it.
+
+    Raises:
+        CheckpointError: a tensor is missing or has another shape, or a file cannot be read; all ranks raise.
+    """
+    state = converted(model)
+    failures: list[Exception] = []
+    with noting(failures), torch.no_grad():
+        stored = Stored(export_files(folder))
+        for names, tensor in named_tensors(model):
+            name = next((each for each in names if each in stored.parts), names[0])
+            wanted = state.layouts[names[0]].shape if names[0] in state.layouts else tuple(tensor.shape)
+            if name in stored.parts and stored.parts[name][0].shape != wanted:
+                raise CheckpointError(f"{name} has shape {stored.parts[name][0].shape}, and the model's has {wanted}")
+            tensor.copy_(stored.read(name, place_of(state, names[0])))
+    agree(state, failures, f"{folder} cannot be loaded")
+
+
+def load_plain_optimizer(model: PreTrainedModel, optimizer: Optimizer, file: Path) -> None:
+    """Give ``optimizer`` the state that one process has saved with ``torch.save``; every rank must call it.
+
+    Its groups must have the same parameters in the same order, as a Trainer's of the same model have.
+
+    Raises:
+        CheckpointError: they do not, or the file cannot be read; all ranks raise.
+    """
+    state = converted(model)
+    failures: list[Exception] = []
+    with noting(failures):
+        saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        theirs = [len(group["params"]) for group in saved["param_groups"]]
+        ours = [len(group["params"]) for group in optimizer.param_groups]
+        if theirs != ours:
+            raise CheckpointError(f"{file.name} has groups of {theirs} parameters, and the optimizer of {ours}")
+        names = parameter_names(model)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        kept = {
+            i: {key: _local(state, names[p], key, value) for key, value in saved["state"].get(i, {}).items()}
+            for i, p in enumerate(parameters)
+            if not state.gradients.ownership.elsewhere(p)
+        }
+        optimizer.load_state_dict({**saved, "state": {i: each for i, each in kept.items() if each}})
+    agree(state, failures, f"{file} cannot be loaded")
+
+
+def _local(state: Converted, name: str, key: str, value: Any) -> Any:
+    """This rank's part of what an optimizer keeps of a parameter."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    layout = state.layouts[name]
+    if tuple(value.shape) != layout.shape:
+        raise CheckpointError(f"{key} of {name} has shape {tuple(value.shape)}, and the parameter has {layout.shape}")
+    return layout.local(value, state.mesh.tmp.rank).clone()
