@@ -24,6 +24,7 @@ from .files import TensorFile
 PLAN_NAME = "oases_plan.json"
 INDEX_NAME = "model.safetensors.index.json"
 MAX_SHARD_SIZE = "5GB"
+FREE_SPACE = "free space or choose another folder"
 
 
 def save_pretrained(model: PreTrainedModel, folder: str | Path, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
@@ -48,7 +49,7 @@ def save_pretrained(model: PreTrainedModel, folder: str | Path, max_shard_size: 
     if state.mesh.data.rank == 0:
         with noting(failures):
             _write(model, state, Path(folder), max_shard_size, failures)
-    agree(state, failures, f"{folder} could not be written; free space or choose another folder")
+    agree(state, failures, f"{folder} could not be written", FREE_SPACE)
 
 
 def _write(
@@ -164,9 +165,11 @@ def _gather(tensor: Tensor, layout: Layout | None, axis: Axis, writer: int) -> T
     return full
 
 
-def agree(state: Converted, failures: list[Exception], what: str) -> None:
-    """Raise CheckpointError on all ranks if one of them failed: ``what``, and why."""
+def agree(state: Converted, failures: list[Exception], what: str, advice: str = "") -> None:
+    """Raise CheckpointError on all ranks if one of them failed: ``what``, why, and what to do."""
     failed = state.mesh.control.all_reduce(torch.tensor([len(failures)]))
     if int(failed):
         reason = str(failures[0]) if failures else "another rank reports the cause"
-        raise CheckpointError(f"{what}: {reason}") from (failures[0] if failures else None)
+        raise CheckpointError("; ".join(filter(None, (f"{what}: {reason}", advice)))) from (
+            failures[0] if failures else None
+        )

@@ -23,7 +23,7 @@ from ..models.converted import Converted, converted
 from ..owners import Held, deal
 from ..parallel.sharding import Slice
 from . import random_state
-from .export import agree, noting, save_config, unique_tensors
+from .export import FREE_SPACE, agree, noting, save_config, unique_tensors
 from .files import TensorFile, Written, digest, sync_file
 from .manifest import MANIFEST_NAME, Manifest, withdraw
 from .places import parameter_names, place_of
@@ -69,7 +69,7 @@ def save_state(
         if world.rank == 0:
             withdraw(folder)
             save_config(model, folder)
-    agree(state, failures, f"{folder} could not be written")
+    agree(state, failures, f"{folder} could not be written", FREE_SPACE)
     names = parameter_names(model)
     written: dict[str, Written] = {}
     groups: list[list[dict[str, Any]]] = []
@@ -79,7 +79,7 @@ def save_state(
         file = folder / f"oases-{world.rank:05}-of-{world.size:05}.safetensors"
         written[file.name] = _write(file, entries)
     everywhere = state.mesh.from_all(written)
-    agree(state, failures, f"{folder} could not be written")
+    agree(state, failures, f"{folder} could not be written", FREE_SPACE)
     with noting(failures):
         if world.rank == 0:
             files = {name: each for rank in everywhere for name, each in rank.items()}
@@ -89,7 +89,7 @@ def save_state(
                     files[path.name] = digest(path)
             plan, dropout = asdict(state.plan), state.dropout.state()
             Manifest(plan, world.size, rows_per_step, groups, dropout, files).write(folder)
-    agree(state, failures, f"{folder} could not be written")
+    agree(state, failures, f"{folder} could not be written", FREE_SPACE)
 
 
 class Checkpoint:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ..checkpoint import Checkpoint, load_export, load_plain_optimizer, save_state
-from ..checkpoint.export import agree, noting
+from ..checkpoint.export import FREE_SPACE, agree, noting
 from ..checkpoint.manifest import is_export, is_whole, withdraw
 from ..errors import CheckpointError
 from ..models.converted import Converted
@@ -52,6 +52,7 @@ class TrainerCheckpoints:
         self._trainer, self._model, self._state = trainer, model, state
         self._export, self._save_processor = export, save_processor
         self._failures: list[Exception] = []
+        self._within_checkpoint = False
         self._opened: tuple[Path, Checkpoint] | None = None
         self._plain_randomness: Callable[[str], None] = trainer._load_rng_state
         override(
@@ -75,14 +76,12 @@ class TrainerCheckpoints:
         return own(resume_from_checkpoint, *args, **kwargs)
 
     def _save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if not (_internal_call and self._within_checkpoint):
+        if not self._within_checkpoint or self._trainer.args.push_to_hub:
             self._export(output_dir, _internal_call)
             return
         with noting(self._failures):
             if self._trainer.args.should_save and output_dir is not None:
                 self._save_processor(Path(output_dir))
-
-    _within_checkpoint = False
 
     def _save_checkpoint(self, own: Callable[..., None], model: Any, trial: Any) -> None:
         """Trainer's, then the tensors, then the manifest; and older checkpoints go only after that."""
@@ -104,7 +103,7 @@ class TrainerCheckpoints:
                 own(model, trial)
         finally:
             args.save_total_limit, self._within_checkpoint = limit, False
-        agree(self._state, self._failures, f"{folder} could not be written")
+        agree(self._state, self._failures, f"{folder} could not be written", FREE_SPACE)
         rows = trainer._train_batch_size * args.gradient_accumulation_steps * self._state.mesh.data.size
         save_state(self._model, [_plain(trainer.optimizer)], folder, rows)
         if args.should_save:

@@ -222,7 +222,9 @@ _MODEL = (
 
 # -- What is written: the model, and no training state (optimizer, schedule, data position).
 _SAVING = (
-    works("save_strategy save_steps save_total_limit save_only_model", "each checkpoint is an export by all ranks"),
+    works("save_strategy save_steps save_total_limit", "every rank writes its part of a checkpoint"),
+    works("save_only_model", "each checkpoint is an export by all ranks"),
+    works("resume_from_checkpoint load_best_model_at_end", "every rank reads its part of a checkpoint"),
     works("metric_for_best_model greater_is_better", "metrics are equal on all ranks, so all save at once"),
     works(
         "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision",
@@ -230,20 +232,9 @@ _SAVING = (
     ),
     works("ignore_data_skip restore_callback_states_from_checkpoint", "read when resuming only"),
     refused(
-        "resume_from_checkpoint",
-        "checkpoints hold the model but neither optimizer nor schedule, so training cannot go on where it stopped",
-        "load the weights with from_pretrained('<checkpoint folder>') and start a new run",
-    ),
-    refused(
-        "load_best_model_at_end",
-        "Trainer would load whole tensors into this rank's shards",
-        "set it to False and load trainer.state.best_model_checkpoint with from_pretrained after training; "
-        "metric_for_best_model and save_strategy='best' work without it",
-    ),
-    refused(
         "enable_jit_checkpoint",
-        "ranks notice the signal at different steps, and an export needs all of them at the same one",
-        "set it to False and save more often, with save_strategy='steps' and save_steps",
+        "ranks notice the signal at different steps, and a checkpoint needs all of them at the same one",
+        "set it to False: SIGTERM and SIGINT end training with a checkpoint anyway",
     ),
     refused(
         "save_on_each_node",

@@ -144,7 +144,7 @@ def test_a_signal_saves_and_ends(ranks: Worlds, tmp_path: Path, number: signal.S
     command: list[Argument] = [script(tmp_path, STOPPED), str(int(number))]
     for process in launch(2, [*command, "start", out]):
         assert process.returncode == 128 + number, process.stderr
-        assert process.stdout.splitlines()[-1] != "6"
+        assert "6" not in process.stdout.splitlines()
     assert [path.name for path in out.iterdir()] == ["checkpoint-3"]
     for process in launch(2, [*command, "resume", out]):
         assert process.returncode == 0, process.stderr

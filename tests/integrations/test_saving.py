@@ -10,7 +10,6 @@ from typing import Any, cast
 from unittest import mock
 
 import pytest
-import safetensors.torch
 import torch.distributed as dist
 import transformers
 from safetensors import safe_open
@@ -18,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel, Trainer
 
 from oases_hf import Plan, save_pretrained
+from oases_hf.checkpoint.files import TensorFile
 from oases_hf.parallel import mesh as mesh_module
 
 from ..parallel import parallel
@@ -146,11 +146,11 @@ def sharded(limit: str | int) -> list[str]:
     accelerator, model = set_up({"degree": 2})
     wrote: list[str] = []
 
-    def save_file(tensors: Any, filename: Path, *rest: Any) -> None:
-        wrote.append(filename.name)
-        safetensors.torch.save_file(tensors, filename, *rest)
+    def tensor_file(path: Path, *rest: Any) -> TensorFile:
+        wrote.append(path.name)
+        return TensorFile(path, *rest)
 
-    with mock.patch("oases_hf.checkpoint.export.save_file", save_file):
+    with mock.patch("oases_hf.checkpoint.export.TensorFile", tensor_file):
         accelerator.save_model(model, "export", max_shard_size=limit)
     ours = parameters(model)
     dist.barrier()

@@ -48,8 +48,6 @@ REFUSED: list[tuple[dict[str, Any], bool, str]] = [
     ({"parallelism_config": ParallelismConfig(tp_size=2)}, False, "parallelism_config="),
     ({"auto_find_batch_size": True}, False, "auto_find_batch_size=True"),
     ({"debug": "underflow_overflow"}, False, "debug="),
-    ({"resume_from_checkpoint": "out/checkpoint-3"}, False, "resume_from_checkpoint='out/checkpoint-3'"),
-    ({"load_best_model_at_end": True, "eval_strategy": "steps"}, False, "load_best_model_at_end=True"),
     ({"enable_jit_checkpoint": True}, False, "enable_jit_checkpoint=True"),
     ({"save_on_each_node": True}, False, "save_on_each_node=True"),
     ({"ddp_backend": "mpi"}, True, "ddp_backend='mpi'"),

@@ -1,0 +1,105 @@
+"""accelerator.save_state and load_state: the training state of a loop of one's own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from oases_hf.errors import CheckpointError
+
+from ..parallel import full_moments, full_parameters
+from ..ranks import Worlds
+from ..tiny import batch
+from .looping import set_up
+from .test_resuming import assert_equal
+
+Settings = Mapping[str, Any]
+
+
+class Loop:
+    """A model, an optimizer and a scheduler, prepared."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.accelerator, model = set_up(settings)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        self.model, self.optimizer, self.scheduler = self.accelerator.prepare(model, optimizer, scheduler)
+
+    def step(self, number: int) -> None:
+        self.accelerator.backward(self.model(**batch(4, 8, seed=number)).loss)
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+
+    def tensors(self) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+        return full_parameters(self.model), full_moments(self.model, self.optimizer.optimizer)
+
+
+def saved(settings: Settings, folder: Path) -> tuple[Any, Any]:
+    """On a rank: two steps, a save, and two more."""
+    loop = Loop(settings)
+    loop.step(0)
+    loop.step(1)
+    assert loop.accelerator.save_state(str(folder)) == str(folder)
+    there = loop.tensors()
+    loop.step(2)
+    loop.step(3)
+    return there, loop.tensors()
+
+
+def loaded(settings: Settings, folder: Path) -> tuple[Any, Any]:
+    """On a rank: other weights and two steps, of which loading leaves nothing; then as before."""
+    loop = Loop(settings)
+    for number in range(5):
+        loop.step(number)
+    loop.accelerator.load_state(str(folder))
+    there = loop.tensors()
+    loop.step(2)
+    loop.step(3)
+    return there, loop.tensors()
+
+
+OWNED = {"tmp_size": 4, "degree": 2, "shard_optimizer": "keep"}
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [((2, {}), (2, {})), ((4, OWNED), (4, OWNED)), ((4, OWNED), (2, {})), ((1, {}), (4, {}))],
+    ids=str,
+)
+def test_states(ranks: Worlds, tmp_path: Path, first: tuple[int, Settings], then: tuple[int, Settings]) -> None:
+    (before, end), *_ = ranks(first[0]).run(saved, first[1], tmp_path / "state")
+    for there, ended in ranks(then[0]).run(loaded, then[1], tmp_path / "state"):
+        assert_equal(there[0], before[0])
+        for key, each in before[1].items():
+            assert_equal(there[1][key], each)
+        for name, value in end[0].items():
+            if first == then:
+                assert torch.equal(ended[0][name], value)
+            else:
+                torch.testing.assert_close(ended[0][name], value, rtol=1e-6, atol=1e-8)
+
+
+def half_written() -> str:
+    """On a rank: load a state whose manifest was never written."""
+    loop = Loop({})
+    loop.step(0)
+    loop.accelerator.save_state("state")
+    if dist.get_rank() == 0:
+        os.unlink("state/oases_checkpoint.json")
+    dist.barrier()
+    with pytest.raises(CheckpointError) as raised:
+        loop.accelerator.load_state("state")
+    return str(raised.value)
+
+
+def test_a_half_written_state_is_refused(ranks: Worlds) -> None:
+    for said in ranks(2).run(half_written):
+        assert said.startswith("state cannot be loaded: state is not a whole training checkpoint")
