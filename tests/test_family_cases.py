@@ -154,7 +154,7 @@ def write_one_file(model: PreTrainedModel, folder: Path) -> None:
 
 def from_folder(name: str, folder: Path) -> None:
     """On a rank: a checkpoint that plain from_pretrained reads, converted, takes a step as in one process."""
-    auto = {"gpt2 tied": AutoModelForCausalLM, "bert": AutoModelForMaskedLM}[name]
+    auto = AutoModelForMaskedLM if name == "bert" else AutoModelForCausalLM
     alone, model = (auto.from_pretrained(folder, dtype=torch.float64).train() for _ in range(2))
     wanted = reference(alone, [data(name)], steps=1)
     assert_gradients(wanted.gradients, reference(FAMILIES[name].model(), [data(name)], steps=1).gradients)
@@ -164,7 +164,7 @@ def from_folder(name: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [write_bin, write_one_file])
-@pytest.mark.parametrize("name", ["gpt2 tied", "bert"])
+@pytest.mark.parametrize("name", ["llama", "gpt2 tied", "bert"])
 def test_older_checkpoints(
     ranks: Worlds, name: str, write: Callable[[PreTrainedModel, Path], None], tmp_path: Path
 ) -> None:

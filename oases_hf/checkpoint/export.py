@@ -170,6 +170,5 @@ def agree(state: Converted, failures: list[Exception], what: str, advice: str = 
     failed = state.mesh.control.all_reduce(torch.tensor([len(failures)]))
     if int(failed):
         reason = str(failures[0]) if failures else "another rank reports the cause"
-        raise CheckpointError("; ".join(filter(None, (f"{what}: {reason}", advice)))) from (
-            failures[0] if failures else None
-        )
+        said = f"{what}: {reason}" + (f"; {advice}" if advice else "")
+        raise CheckpointError(said) from (failures[0] if failures else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import Trainer
 from transformers.trainer_callback import TrainerState
 
@@ -23,10 +25,10 @@ from oases_hf.models.converted import converted
 
 from ..launch import run_launcher
 from ..ranks import Worlds
-from .fitting import Task, build, whole_parameters
+from .fitting import Task, build
+from .killing import SAVING, check, restore, trained
 
 SAVED, FAILED, CRASHED = range(3)
-SAVING = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "max_steps": 1}
 
 
 class Countdown:
@@ -81,45 +83,37 @@ def save(trainer: Trainer, last: int | None) -> int:
 
 def crashes() -> int:
     """In a process that can fork: crash behind every call of a save, and load what is there; returns how often."""
-    trainer = build(Task(SAVING), {})
-    trainer.train()
-    before = whole_parameters(trainer)
-    shutil.copytree("out", "kept")
-    trainer.state.global_step = 2
-    with torch.no_grad():
-        for parameter in cast(Any, trainer.model).parameters():
-            parameter.add_(1.0)
-    after = whole_parameters(trainer)
+    trainer, before, after = trained()
     count = save(trainer, None)
     assert sorted(os.listdir("out")) == ["checkpoint-2"]
     found = []
     for last in range(1, count + 1):
-        shutil.rmtree("out")
-        shutil.copytree("kept", "out")
+        restore()
         assert save(trainer, last) == CRASHED
-        folder = last_checkpoint(Path("out"))
-        assert folder is not None
-        trainer._load_from_checkpoint(folder)
-        trainer._load_optimizer_and_scheduler(folder)
-        expected = after if folder.endswith("2") else before
-        now = whole_parameters(trainer)
-        assert all(torch.equal(now[name], value) for name, value in expected.items()), last
-        found.append(folder[-1])
-        # Saved anew, what a crash left is in nobody's way.
-        with torch.no_grad():
-            for name, parameter in cast(Any, trainer.model).named_parameters():
-                parameter.copy_(after[name])
+        found.append(check(trainer, before, after))
     assert found == sorted(found)
-    assert {"1", "2"} == set(found)
+    assert set(found) == {"checkpoint-1", "checkpoint-2"}
     return count
 
 
-def test_a_crash_behind_every_call(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(f"import os; os.chdir({str(tmp_path)!r})\nfrom {__name__} import crashes; print(crashes())")
-    done = run_launcher([script])  # no rank: one that has threads cannot fork
+def in_a_process(folder: Path, call: str) -> str:
+    """What a call of this package prints in a fresh process: a rank has threads, and cannot fork."""
+    script = folder / "script.py"
+    script.write_text(
+        f"import os; os.chdir({str(folder)!r})\nfrom {__package__} import test_crashes, killing\nprint({call})"
+    )
+    done = run_launcher([script])
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout.splitlines()[-1]) > 100
+    return done.stdout.splitlines()[-1]
+
+
+def test_a_crash_behind_every_call(tmp_path: Path) -> None:
+    assert int(in_a_process(tmp_path, "test_crashes.crashes()")) > 100
+
+
+def test_kills_in_the_midst_of_saves(tmp_path: Path) -> None:
+    hits = int(in_a_process(tmp_path, "killing.kill(10)[0]"))
+    assert hits >= 9
 
 
 def cut(file: Path) -> None:
@@ -171,3 +165,30 @@ def test_damaged_checkpoints(
     found = ranks(2).run(damaged, name, damage)
     assert any(re.search(expected, said) for said, _ in found)
     assert {last for _, last in found} == {"out/checkpoint-1" if seen else "out/checkpoint-2"}
+
+
+def full_disk(rank: int) -> str:
+    """On a rank: no space is left on one of them in the second save; then training goes on from the first."""
+    trainer = build(Task({**SAVING, "max_steps": 2}), {})
+    own = DurableFile.write
+
+    def write(file: DurableFile, data: bytes | memoryview) -> None:
+        if trainer.state.global_step == 2 and dist.get_rank() == rank:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        own(file, data)
+
+    with mock.patch.object(DurableFile, "write", write), pytest.raises(CheckpointError) as raised:
+        trainer.train()
+    assert last_checkpoint(Path("out")) == "out/checkpoint-1"
+    dist.barrier()
+    again = build(Task({**SAVING, "max_steps": 2}), {})
+    again.train(resume_from_checkpoint=True)
+    assert sorted(os.listdir("out")) == ["checkpoint-2"]
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_leaves_the_last_checkpoint(ranks: Worlds, rank: int) -> None:
+    said = ranks(2).run(full_disk, rank)
+    assert all(each.startswith("out/checkpoint-2 could not be written: ") for each in said)
+    assert "No space left on device; free space or choose another folder" in said[rank]

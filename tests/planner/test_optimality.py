@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from oases_hf.errors import ConfigError
-from oases_hf.planner import Choice, Problem, predict, solve
+from oases_hf.planner import Choice, Problem, ilp, predict, solve
 from oases_hf.planner.problem import GIB, is_chain
 from oases_hf.planner.terms import Terms
 
@@ -95,14 +95,18 @@ def test_as_good_as_the_best_of_all_plans(seeds: range) -> None:
         assert (solution.status, solution.solver) == ("optimal", "search")
 
 
+@pytest.mark.parametrize("solver", ["CBC", "HiGHS"])
 @pytest.mark.parametrize("seed", range(1, 300, 20))
-def test_the_ilp_takes_over_where_the_search_gives_up(seed: int) -> None:
+def test_the_ilp_takes_over_where_the_search_gives_up(seed: int, solver: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {name: title for name, title in ilp._SOLVERS.items() if title == solver}
+    monkeypatch.setattr(ilp, "_SOLVERS", known)
     problem, times, sizes = instance(seed)
     best = times[sizes <= problem.memory_limit_gib * GIB].min()
     solution = solve(problem, gap=0.0, max_labels=1)
     assert solution.prediction.step_ms == pytest.approx(best, rel=1e-6)
     assert solution.lower_bound_ms <= best * (1 + 1e-9)
     assert solution.gap < 1e-6
+    assert solution.solver in ("search", solver)
 
 
 @pytest.mark.parametrize("seed", range(1, 300, 30))

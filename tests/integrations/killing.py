@@ -1,0 +1,120 @@
+"""Kill a process in the midst of saving, again and again, and load what is left.
+
+    python -m tests.integrations.killing 1000
+
+Prints how many of the kills hit a save that had begun and not ended, and which checkpoints were there afterwards. Fails
+when one could not be loaded, or was not what was saved.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import Trainer
+
+from oases_hf.checkpoint.files import DurableFile
+from oases_hf.integrations.resuming import last_checkpoint
+
+from .fitting import Task, build, whole_parameters
+
+SAVING = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "max_steps": 1}
+WROTE, ENDED = b".", b"e"
+
+
+def trained() -> tuple[Trainer, dict[str, Tensor], dict[str, Tensor]]:
+    """A Trainer about to save step 2, ``kept`` with the checkpoint of step 1, and the parameters of both."""
+    trainer = build(Task(SAVING), {})
+    trainer.train()
+    before = whole_parameters(trainer)
+    shutil.copytree("out", "kept")
+    trainer.state.global_step = 2
+    with torch.no_grad():
+        for parameter in cast(Any, trainer.model).parameters():
+            parameter.add_(1.0)
+    return trainer, before, whole_parameters(trainer)
+
+
+def save_in_a_child(trainer: Trainer) -> tuple[int, int]:
+    """Start a process that saves; returns its id, and where it says that it wrote something, and that it has ended."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child:
+        os.close(writing)
+        return child, reading
+    code = 1
+    own = DurableFile.write
+
+    def write(file: DurableFile, data: bytes | memoryview) -> None:
+        own(file, data)
+        os.write(writing, WROTE)
+
+    try:
+        cast(Any, DurableFile).write = write
+        trainer._save_checkpoint(cast(Any, trainer.model), None)
+        os.write(writing, ENDED)
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def restore() -> None:
+    """What was there before step 2."""
+    shutil.rmtree("out")
+    shutil.copytree("kept", "out")
+
+
+def check(trainer: Trainer, before: dict[str, Tensor], after: dict[str, Tensor]) -> str:
+    """Load the last checkpoint, which must be one of two; returns which, and puts the parameters back."""
+    folder = last_checkpoint(Path("out"))
+    assert folder is not None
+    cast(Any, trainer)._load_from_checkpoint(folder)
+    trainer._load_optimizer_and_scheduler(folder)
+    now = whole_parameters(trainer)
+    expected = after if folder.endswith("2") else before
+    assert all(torch.equal(now[name], value) for name, value in expected.items()), folder
+    with torch.no_grad():
+        for name, parameter in cast(Any, trainer.model).named_parameters():
+            parameter.copy_(after[name])
+    return Path(folder).name
+
+
+def kill(times: int, seed: int = 0) -> tuple[int, Counter[str]]:
+    """How many kills hit a save, and how often which checkpoint was the last one then."""
+    trainer, before, after = trained()
+    child, reading = save_in_a_child(trainer)
+    assert os.waitpid(child, 0)[1] == 0
+    writes = len(os.read(reading, 2**16)) - len(ENDED)
+    os.close(reading)
+    draw, hits, found = random.Random(seed), 0, Counter[str]()
+    for _ in range(times):
+        restore()
+        child, reading = save_in_a_child(trainer)
+        for _ in range(draw.randrange(1, writes + 1)):
+            assert os.read(reading, 1) == WROTE
+        time.sleep(draw.uniform(0, 1e-3))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        hits += ENDED not in os.read(reading, 2**16)
+        os.close(reading)
+        found[check(trainer, before, after)] += 1
+    return hits, found
+
+
+if __name__ == "__main__":
+    count = int(sys.argv[1])
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)
+        hits, found = kill(count)
+        print(f"{hits} of {count} kills hit a save; afterwards the last checkpoint was {dict(found)}, whole each time")
+        os.chdir("/")
