@@ -165,7 +165,7 @@ class _Returned(TorchDispatchMode):
             return NotImplemented  # it asks again for the plain tensors inside
         result = func(*args, **(kwargs or {}))
         given = {_storage(tensor) for tensor in tree_leaves((args, kwargs)) if torch.is_tensor(tensor)}
-        for tensor in filter(torch.is_tensor, tree_leaves(result)):
+        for tensor in filter(_has_data, tree_leaves(result)):
             storage, size_bytes = _storage(tensor), tensor.untyped_storage().nbytes()
             if storage in given and not self._tensors[storage]:
                 continue
@@ -180,6 +180,11 @@ class _Returned(TorchDispatchMode):
         self._tensors[storage] -= 1
         if self._tensors[storage] == 0:
             self._held -= size_bytes
+
+
+def _has_data(value: object) -> bool:
+    """Whether it is a tensor whose elements are somewhere; fake ones are taken to be."""
+    return isinstance(value, Tensor) and value.device.type != "meta"
 
 
 def _storage(tensor: Tensor) -> int:

@@ -90,6 +90,13 @@ def mixed_plan(model: PreTrainedModel, folder: Path, seed: int) -> str:
     return str(path)
 
 
+def _families() -> list[Any]:
+    """All that have a loss; those that differ most in every run."""
+    often = {"llama", "bert", "gpt2 tied", "gemma3"}
+    names = [name for name, family in FAMILIES.items() if family.head != "none"]
+    return [name if name in often else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 class Compare(TrainerCallback):
     """Notes what a run begins with."""
 
@@ -123,7 +130,7 @@ def stage(task: Task, settings: Settings, resume: str | None, kept: Path) -> dic
     return end
 
 
-@pytest.mark.parametrize("family", ["llama", "bert", "gpt2 tied", "gemma3"])
+@pytest.mark.parametrize("family", _families())
 def test_on_other_ranks(ranks: Worlds, tmp_path: Path, family: str) -> None:
     """Stages of two steps on 4, 2, 1 and 4 ranks, by uniform and mixed plans, also with owned optimizer state."""
     model = FAMILIES[family].model()
@@ -131,7 +138,8 @@ def test_on_other_ranks(ranks: Worlds, tmp_path: Path, family: str) -> None:
         (4, {"tmp_size": 4, "plan": mixed_plan(model, tmp_path, 0)}),
         (2, {}),
         (1, {}),
-        (4, {"tmp_size": 2}),
+        # The mean over the labels of tokens is taken in each world, which is not that of one process.
+        (4, {"tmp_size": 4 if FAMILIES[family].head == "token" else 2}),
         (4, {"tmp_size": 4, "degree": 2, "schedule": "megatron"}),
         (4, {"tmp_size": 4, "plan": mixed_plan(model, tmp_path, 1)}),
     ]

@@ -10,6 +10,7 @@ from typing import Any, cast
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 import transformers
 from safetensors import safe_open
@@ -18,7 +19,9 @@ from transformers import AutoConfig, PreTrainedModel, Trainer
 
 from oases_hf import Plan, save_pretrained
 from oases_hf.checkpoint.files import TensorFile
+from oases_hf.models.converted import converted
 from oases_hf.parallel import mesh as mesh_module
+from oases_hf.profiler.stopwatch import peak_bytes
 
 from ..parallel import parallel
 from ..ranks import Worlds
@@ -189,6 +192,21 @@ def test_the_index_names_every_tensor_and_a_later_export_leaves_nothing_behind(r
     assert all(name.startswith("model-0000") for name in sizes)
     header = 4 * KIB
     assert max(sizes.values()) <= 30_000 + header
+
+
+def peak_of_an_export() -> tuple[int, int]:
+    """On a rank: the most bytes that an export holds beside the model, and those of the largest tensor."""
+    _, model = set_up({})
+    with peak_bytes(torch.device("cpu")) as peak:
+        save_pretrained(model, "export")
+    return peak(), max(layout.numel * 8 for layout in converted(model).layouts.values())
+
+
+def test_an_export_holds_one_tensor_at_a_time(ranks: Worlds) -> None:
+    found = ranks(4).run(peak_of_an_export)
+    assert found[0][0] > 0, "it writes the file"
+    for peak, largest in found:
+        assert peak <= 2 * largest
 
 
 SAVES: dict[str, Callable[[Trainer], object]] = {
