@@ -2,7 +2,8 @@
 
 from .export import full_state_dict, save_pretrained
 from .plain import load_export, load_plain_optimizer
-from .state import Checkpoint, save_state
+from .reading import Checkpoint
+from .state import save_state
 
 __all__ = [
     "Checkpoint",

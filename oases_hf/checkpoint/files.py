@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,7 +64,9 @@ class DurableFile:
 
     def __enter__(self) -> DurableFile:
         """Open it."""
-        self._file = open(self._partial, "wb", buffering=0)  # noqa: SIM115: closed in __exit__
+        self._partial.unlink(missing_ok=True)  # a link there would lead elsewhere
+        descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._file = open(descriptor, "wb", buffering=0)  # noqa: SIM115: closed in __exit__
         return self
 
     def write(self, data: bytes | memoryview) -> None:
@@ -112,8 +115,11 @@ class TensorFile(DurableFile):
     def __enter__(self) -> TensorFile:
         """Open it, and write the header."""
         super().__enter__()
-        self.write(len(self._header).to_bytes(8, "little"))
-        self.write(self._header)
+        try:
+            self.write(len(self._header).to_bytes(8, "little") + self._header)
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
         return self
 
     def add(self, tensor: Tensor) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError
-from .files import Written, digest, of_folder, sync_folder, write_durably
+from .files import Written, digest, of_folder, write_durably
 
 MANIFEST_NAME = "oases_checkpoint.json"
 FILE_PATTERN = "oases-*.safetensors"
@@ -61,9 +61,13 @@ class Manifest:
             ) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} is damaged ({error!r}); use an earlier checkpoint") from error
-        for name, written in found.files.items():
-            found._check_size(folder, name, written)
+        found.check_sizes(folder)
         return found
+
+    def check_sizes(self, folder: Path) -> None:
+        """Raise CheckpointError unless all files are there, as long as they were written."""
+        for name, written in self.files.items():
+            self._check_size(folder, name, written)
 
     def _check_size(self, folder: Path, name: str, written: Written) -> None:
         file = folder / name
@@ -104,12 +108,3 @@ def is_export(folder: Path) -> bool:
     """Whether a folder has a model as Hugging Face writes it, and no training state of ours."""
     names = ("model.safetensors", "model.safetensors.index.json")
     return not (folder / MANIFEST_NAME).exists() and any((folder / name).exists() for name in names)
-
-
-def withdraw(folder: Path) -> None:
-    """Make a checkpoint in ``folder`` none, before it is written anew."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / MANIFEST_NAME).unlink(missing_ok=True)
-    sync_folder(folder)
-    for stale in folder.glob(FILE_PATTERN + "*"):
-        stale.unlink()

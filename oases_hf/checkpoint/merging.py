@@ -16,7 +16,7 @@ from ..errors import CheckpointError
 from .export import INDEX_NAME, MAX_SHARD_SIZE, PLAN_NAME
 from .files import TensorFile, write_durably
 from .manifest import MANIFEST_NAME, Manifest
-from .state import PARAMETERS
+from .places import PARAMETERS
 from .stored import Stored
 
 OF_TRAINING = frozenset(

@@ -8,6 +8,9 @@ from transformers import PreTrainedModel
 from ..models.converted import Converted
 from ..parallel.sharding import Slice
 
+PARAMETERS, OPTIMIZER, RANDOM = "parameters", "optimizer", "random"
+"""What the names of tensors of training state begin with."""
+
 
 def place_of(state: Converted, name: str) -> Slice | None:
     """What this rank holds of a tensor; None when it is all of it."""

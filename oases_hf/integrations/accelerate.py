@@ -29,7 +29,7 @@ from .leaving import end_quietly
 from .optimizers import common_scaler, scheduling, watch_steps
 from .overrides import override
 from .planning import plan_for
-from .resuming import keep_state
+from .states import keep_state
 
 
 @dataclass

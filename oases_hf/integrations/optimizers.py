@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch.amp.grad_scaler import OptState
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..errors import BackwardError, ConfigError
+from ..errors import BackwardError, CheckpointError, ConfigError
 from ..models.converted import Converted
 from .overrides import override
 
@@ -129,3 +130,10 @@ def common_scaler(accelerator: Accelerator) -> torch.amp.GradScaler:
         growth_interval=own._growth_interval,
         enabled=own._enabled,
     )
+
+
+def plain(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+    """The optimizer itself, which Accelerate wraps."""
+    if optimizer is None:
+        raise CheckpointError("there is no optimizer yet; training state is saved and loaded while training")
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer

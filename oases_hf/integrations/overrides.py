@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ..errors import ConfigError
@@ -21,3 +22,20 @@ def override(target: object, **methods: Callable[..., Any]) -> None:
                 f"supported, install transformers>=5.17,<6 and accelerate>=1.15,<2"
             )
         object.__setattr__(target, name, method)
+
+
+@contextmanager
+def replaced(target: object, **values: Any) -> Iterator[None]:
+    """Give an object other attributes for a while."""
+    missing = object()
+    before = {name: vars(target).get(name, missing) for name in values}
+    for name, value in values.items():
+        object.__setattr__(target, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is missing:
+                object.__delattr__(target, name)
+            else:
+                object.__setattr__(target, name, value)

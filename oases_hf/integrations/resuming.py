@@ -1,31 +1,29 @@
-"""Training state through Trainer and Accelerate: what they would save and load wrongly on shards."""
+"""Training state through Trainer: what it would save and load wrongly on shards."""
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
-from torch.optim import Optimizer
 from transformers import PreTrainedModel, Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ..checkpoint import Checkpoint, load_export, load_plain_optimizer, save_state
 from ..checkpoint.export import FREE_SPACE, agree, noting
-from ..checkpoint.manifest import is_export, is_whole, withdraw
+from ..checkpoint.manifest import is_export, is_whole
+from ..checkpoint.state import unfinished
 from ..errors import CheckpointError
 from ..models.converted import Converted
-from .overrides import override
+from .optimizers import plain
+from .overrides import override, replaced
 
 log = logging.getLogger(__name__)
-
-SCHEDULER_NAME, OPTIMIZER_NAME = "scheduler.pt", "optimizer.pt"
 
 Export = Callable[..., None]
 
@@ -52,7 +50,7 @@ class TrainerCheckpoints:
         self._trainer, self._model, self._state = trainer, model, state
         self._export, self._save_processor = export, save_processor
         self._failures: list[Exception] = []
-        self._within_checkpoint = False
+        self._beside: Path | None = None  # where a checkpoint is being written
         self._opened: tuple[Path, Checkpoint] | None = None
         self._plain_randomness: Callable[[str], None] = trainer._load_rng_state
         override(
@@ -76,43 +74,65 @@ class TrainerCheckpoints:
         return own(resume_from_checkpoint, *args, **kwargs)
 
     def _save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        if not self._within_checkpoint or self._trainer.args.push_to_hub:
+        if self._beside is None or self._trainer.args.push_to_hub:
             self._export(output_dir, _internal_call)
-            return
-        with noting(self._failures):
-            if self._trainer.args.should_save and output_dir is not None:
-                self._save_processor(Path(output_dir))
+        elif self._trainer.args.should_save:
+            with noting(self._failures):
+                self._save_processor(self._beside)
 
     def _save_checkpoint(self, own: Callable[..., None], model: Any, trial: Any) -> None:
-        """Trainer's, then the tensors, then the manifest; and older checkpoints go only after that."""
+        """What Trainer saves goes to where the rest does, and is part of it; older checkpoints go only after that."""
         trainer, args = self._trainer, self._trainer.args
         if args.save_only_model:
-            own(model, trial)
+            with noting(self._failures):
+                own(model, trial)
+            agree(self._state, self._taken(), "the checkpoint could not be written", FREE_SPACE)
             return
         runs = Path(trainer._get_output_dir(trial=trial) or ".")
         folder = runs / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-        self._failures.clear()
-        self._opened = None
-        with noting(self._failures):
-            if args.should_save:
-                withdraw(folder)
-        limit, args.save_total_limit = args.save_total_limit, None
-        self._within_checkpoint = True
-        try:
-            with noting(self._failures):
-                own(model, trial)
-        finally:
-            args.save_total_limit, self._within_checkpoint = limit, False
-        agree(self._state, self._failures, f"{folder} could not be written", FREE_SPACE)
-        rows = trainer._train_batch_size * args.gradient_accumulation_steps * self._state.mesh.data.size
-        save_state(self._model, [_plain(trainer.optimizer)], folder, rows)
         if args.should_save:
-            rotate_checkpoints(str(runs), limit, trainer.state.best_model_checkpoint, use_mtime=True)
+            shutil.rmtree(unfinished(folder).parent, ignore_errors=True)  # of a run that crashed
+        self._opened = None
+
+        def beside(there: Path) -> None:
+            self._beside = there
+            with replaced(
+                trainer, _get_output_dir=lambda trial=None: str(there.parent), _push_from_checkpoint=_nothing
+            ):
+                own(model, trial)
+            self._note_best(runs, folder, there)
+            if self._failures:
+                raise self._taken()[0]
+
+        rows = trainer._train_batch_size * args.gradient_accumulation_steps * self._state.mesh.data.size
+        try:
+            save_state(self._model, [plain(trainer.optimizer)], folder, beside, rows)
+        finally:
+            self._beside = None
+        if args.push_to_hub:
+            trainer._push_from_checkpoint(str(folder))
+        if args.should_save:
+            rotate_checkpoints(str(runs), args.save_total_limit, trainer.state.best_model_checkpoint, use_mtime=True)
+
+    def _note_best(self, runs: Path, folder: Path, there: Path) -> None:
+        """Say where the best checkpoint will be, which Trainer looks for where this one is being written."""
+        state = self._trainer.state
+        if state.best_global_step:
+            best = runs / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+            if best == folder or best.exists():
+                state.best_model_checkpoint = str(best)
+            if self._trainer.args.should_save:
+                state.save_to_json(str(there / TRAINER_STATE_NAME))
 
     def _save_scheduler(self, output_dir: str) -> None:
         with noting(self._failures):
             if self._trainer.args.should_save and self._trainer.lr_scheduler is not None:
                 torch.save(self._trainer.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _taken(self) -> list[Exception]:
+        """What failed, of which is told once."""
+        failures, self._failures = self._failures, []
+        return failures
 
     def _load_parameters(self, checkpoint: str, model: Any = None) -> None:
         opened = self._checkpoint(checkpoint)
@@ -125,14 +145,18 @@ class TrainerCheckpoints:
     def _load_optimizer(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        opened, optimizer, folder = self._checkpoint(checkpoint), _plain(self._trainer.optimizer), Path(checkpoint)
+        opened, optimizer, folder = self._checkpoint(checkpoint), plain(self._trainer.optimizer), Path(checkpoint)
         if opened is not None:
             opened.load_optimizer(optimizer)
         elif (folder / OPTIMIZER_NAME).exists():
             load_plain_optimizer(self._model, optimizer, folder / OPTIMIZER_NAME)
+        else:
+            log.warning("%s has no optimizer state: weights go on, moments begin anew", folder)
         scheduler = folder / SCHEDULER_NAME
-        if scheduler.exists() and self._trainer.lr_scheduler is not None:
-            self._trainer.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+        with noting(self._failures):
+            if scheduler.exists() and self._trainer.lr_scheduler is not None:
+                self._trainer.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
+        agree(self._state, self._taken(), f"{scheduler} cannot be loaded")
 
     def _load_randomness(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -190,65 +214,6 @@ def last_checkpoint(folder: Path) -> str | None:
     if found:
         raise CheckpointError(f"no checkpoint in {folder} is whole; start anew, or resume from another folder")
     return None
-
-
-def keep_state(accelerator: Accelerator, model: PreTrainedModel, state: Converted) -> None:
-    """Have ``save_state`` and ``load_state`` write and read shards."""
-    own_save, own_load = accelerator.save_state, accelerator.load_state
-
-    def save(output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
-        failures: list[Exception] = []
-        with noting(failures), _without(accelerator, model) as seen:
-            handle = accelerator.register_save_state_pre_hook(lambda models, weights, folder: seen.append(folder))
-            try:
-                if output_dir is not None and accelerator.is_main_process:
-                    withdraw(Path(output_dir))
-                own_save(output_dir, *args, **kwargs)
-            finally:
-                handle.remove()
-        agree(state, failures, "accelerator.save_state failed")
-        save_state(model, _optimizers(accelerator), Path(seen[0]))
-        return str(seen[0])
-
-    def load(input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        failures: list[Exception] = []
-        with noting(failures), _without(accelerator, model) as seen:
-            handle = accelerator.register_load_state_pre_hook(lambda models, folder: seen.append(folder))
-            try:
-                own_load(input_dir, *args, **kwargs)
-            finally:
-                handle.remove()
-        agree(state, failures, "accelerator.load_state failed")
-        checkpoint = Checkpoint(Path(seen[0]), model)
-        checkpoint.load_parameters()
-        for number, optimizer in enumerate(_optimizers(accelerator)):
-            checkpoint.load_optimizer(optimizer, number)
-        checkpoint.load_randomness()
-
-    override(accelerator, save_state=save, load_state=load)
-
-
-@contextmanager
-def _without(accelerator: Accelerator, model: PreTrainedModel) -> Iterator[list[str]]:
-    """Let Accelerate not know of the model and its optimizers; yields where to put the folder that it works on."""
-    models, optimizers = accelerator._models, accelerator._optimizers
-    accelerator._models = [other for other in models if accelerator.unwrap_model(other) is not model]
-    accelerator._optimizers = []
-    try:
-        yield []
-    finally:
-        accelerator._models, accelerator._optimizers = models, optimizers
-
-
-def _optimizers(accelerator: Accelerator) -> list[Optimizer]:
-    return [_plain(optimizer) for optimizer in accelerator._optimizers]
-
-
-def _plain(optimizer: Optimizer | None) -> Optimizer:
-    """The optimizer itself, which Accelerate wraps."""
-    if optimizer is None:
-        raise CheckpointError("there is no optimizer yet; training state is saved and loaded while training")
-    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
 
 
 def _nothing(*_: Any) -> None:

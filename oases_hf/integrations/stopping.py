@@ -18,9 +18,9 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopOnSignal(TrainerCallback):
-    """Stops all ranks behind the same step when one of them gets a signal, and ends them with 128 + its number.
+    """Ends all ranks behind the same step when one of them gets a signal, with 128 + its number, once that is saved.
 
-    A second signal does what it would have done.
+    SIGINT a second time does what it would have done.
 
     Args:
         control: the ranks.
@@ -28,38 +28,46 @@ class StopOnSignal(TrainerCallback):
 
     def __init__(self, control: Axis) -> None:
         self._control = control
-        self._received = 0
+        self._noted = 0  # written by the handler, at any time
+        self._agreed = 0
         self._before: dict[signal.Signals, Any] = {}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Listen; Python lets only the main thread."""
-        self._received = 0
+        self._listen_no_more()  # after a run that failed
+        self._noted = self._agreed = 0
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Agree on whether to stop."""
-        received = torch.tensor([self._received], dtype=torch.int64)
-        self._received = int(self._control.all_reduce(received, dist.ReduceOp.MAX))
-        if self._received:
+        """Agree on whether to stop; then save, and evaluate no more."""
+        noted = torch.tensor([self._noted], dtype=torch.int64)
+        self._agreed = int(self._control.all_reduce(noted, dist.ReduceOp.MAX))
+        if self._agreed:
             if args.process_index == 0:
-                name = signal.Signals(self._received).name
+                name = signal.Signals(self._agreed).name
                 print(f"oases: {name}: saving step {state.global_step}, then ending", file=sys.stderr, flush=True)
             control.should_save = control.should_training_stop = True
+            control.should_evaluate = False
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """End the process, if that was for a signal: what Trainer does at its end may take long, and delete this."""
+        if self._agreed:
+            sys.exit(128 + self._agreed)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """End the process, if a signal asked for that."""
+        """Let signals do again what they did before."""
         self._listen_no_more()
-        if self._received:
-            sys.exit(128 + self._received)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self._received = number
-        self._listen_no_more()
+        if self._noted and number == signal.SIGINT:
+            self._listen_no_more()
+            raise KeyboardInterrupt
+        self._noted = number
 
     def _listen_no_more(self) -> None:
         while self._before:

@@ -210,10 +210,17 @@ class Mesh:
         return self._axes[within, stride]
 
     def from_first(self, find: Callable[[], T]) -> T:
-        """What ``find`` returns on the first rank, on every rank; it is called there only."""
-        told: list[Any] = [find() if self.world.rank == 0 else None]
+        """What ``find`` returns, or raises, on the first rank, on every rank; it is called there only."""
+        told: list[Any] = [None, None]
+        if self.world.rank == 0:
+            try:
+                told[0] = find()
+            except Exception as error:
+                told[1] = error
         if self.control.group is not None:
             dist.broadcast_object_list(told, src=0, group=self.control.group)
+        if told[1] is not None:
+            raise told[1]
         found: T = told[0]
         return found
 

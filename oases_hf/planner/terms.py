@@ -186,12 +186,18 @@ class Terms:
 
     def outside_sync_ms(self) -> float:
         """Per step: the reduction of embedding's and head's gradients over the data parallel worlds."""
-        outside = self.costs.outside.parameters * self.costs.element_bytes.parameter_gradient
-        return self.costs.all_reduce_ms(self.costs.data_size, outside)
+        outside, size = self.costs.outside, self.costs.element_bytes.parameter_gradient
+        if self.mode.shard_optimizer == "off":
+            return self.costs.all_reduce_ms(self.costs.data_size, outside.parameters * size)
+        owned_bytes = (outside.parameters - outside.unowned) * size
+        return self.reductions * self.costs.exchange_ms(self.costs.data_size, owned_bytes)
 
     def outside_update_ms(self) -> float:
-        """Per step: the optimizer of embedding and head."""
-        return self.outside_stepped(self.mode.shard_optimizer != "off") * self.costs.optimizer_ms / 1e6
+        """Per step: the optimizer of embedding and head, and the exchange of what it updated."""
+        shared, outside = self.mode.shard_optimizer != "off", self.costs.outside
+        updated_bytes = (outside.parameters - outside.unowned) * self.costs.element_bytes.parameter
+        updated_ms = self.costs.exchange_ms(self.costs.data_size, updated_bytes) if shared else 0.0
+        return self.outside_stepped(shared) * self.costs.optimizer_ms / 1e6 + updated_ms
 
     def outside_stepped(self, owned: bool) -> int:
         """Elements of embedding and head that a rank keeps for itself, where data parallel worlds share them out."""

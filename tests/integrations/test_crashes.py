@@ -50,8 +50,8 @@ class Countdown:
     def everywhere(self) -> list[Any]:
         """Patches of all that a save does to the disk."""
         places = [
-            (os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "unlink"), (shutil, "rmtree"), (torch, "save"),
-            (DurableFile, "write"), (TrainerState, "save_to_json"),
+            (os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "rmdir"), (os, "unlink"),
+            (shutil, "rmtree"), (torch, "save"), (DurableFile, "write"), (TrainerState, "save_to_json"),
         ]  # fmt: skip
         return [mock.patch.object(place, name, self.after(getattr(place, name))) for place, name in places]
 
