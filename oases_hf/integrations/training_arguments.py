@@ -220,7 +220,7 @@ _MODEL = (
     ),
 )
 
-# -- What is written: the model, and no training state (optimizer, schedule, data position).
+# -- What is written: checkpoints and exports, by all ranks.
 _SAVING = (
     works("save_strategy save_steps save_total_limit", "every rank writes its part of a checkpoint"),
     works("save_only_model", "each checkpoint is an export by all ranks"),

@@ -3,8 +3,8 @@
 Within a TMP world, gradients of parameters that several ranks hold but each sees only a share of
 (``Layout.partial_grad``) are summed through one flat bucket. Those of a block of low degree are summed
 over its replicas, which saw different rows. Across data-parallel ranks every gradient is averaged, as
-DistributedDataParallel would. Sum and average are one all-reduce, or one reduce where a parameter has an
-owner; those of a block start as soon as its backward is done, when the executor says so.
+DistributedDataParallel would. Sum and average are one all-reduce, or one exchange where parameters have
+owners; those of a block start as soon as its backward is done, when the executor says so.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class Prediction:
         tail_ms: the all-reduces behind the last block in forward, and behind the first in backward.
         reshard_ms: gathers between blocks of different degree.
         gradient_sync_ms: the part of gradient reductions that nothing hides.
-        update_ms: the optimizer, and the broadcast of what it updated.
+        update_ms: the optimizer, and the exchange of what owners updated.
         outside_ms: embedding, head and loss.
         memory: at the peak.
         sync_bytes: that a rank gives to collectives over the holders of parameters: gradients, and what owners updated.

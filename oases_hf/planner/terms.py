@@ -35,8 +35,8 @@ class BlockTerms:
     forward_comm_ms: float = 0.0
     backward_comm_ms: float = 0.0
     reduce_ms: float = 0.0  # all sub-batches' gradients at once, over the block's holders
-    update_ms: float = 0.0  # per step: the optimizer, and the broadcast of what it updated
-    sync_bytes: int = 0  # per step: gradients reduced over the holders, and what is broadcast; not the unowned few
+    update_ms: float = 0.0  # per step: the optimizer, and the exchange of what owners updated
+    sync_bytes: int = 0  # per step: gradients reduced over the holders, and what owners updated; not the unowned few
     parameter_bytes: int = 0
     gradient_bytes: int = 0
     optimizer_bytes: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 
 from oases_hf import Plan
 from oases_hf.convert import block_count, describe
+from oases_hf.errors import CheckpointError
 
 from ..families import FAMILIES
 from ..parallel import full_moments
@@ -50,7 +52,7 @@ def interrupted(task: Task, settings: Settings) -> None:
     whole = build(task, settings)
     whole.train()
     again = build(replace(task, model={**task.model, "seed": 5}), settings)
-    again.train(resume_from_checkpoint=f"out/checkpoint-{6}")
+    again.train(resume_from_checkpoint="out/checkpoint-6")
     assert_equal(whole_parameters(again), whole_parameters(whole))
     ours, expected = moments(again), moments(whole)
     assert ours.keys() == expected.keys()
@@ -157,3 +159,27 @@ def test_on_other_ranks(ranks: Worlds, tmp_path: Path, family: str) -> None:
     plain = Task({"max_steps": steps, "max_grad_norm": 0.5, "per_device_train_batch_size": 4}, rows=data, family=family)
     expected = one_process(ranks, plain)
     assert_same([replace(expected, end=end)], expected, family)
+
+
+def larger() -> list[str]:
+    """On a rank: what is said when a checkpoint is of a model with other shapes, or nothing is whole."""
+    build(Task({"max_steps": 1, "save_strategy": "steps"}), {}).train()
+    said = []
+    for model in ({"vocab": 95}, {"ffn": 40}):
+        with pytest.raises(CheckpointError) as raised:
+            build(Task({"max_steps": 2}, model=model), {}).train(resume_from_checkpoint=True)
+        said.append(str(raised.value))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.unlink("out/checkpoint-1/trainer_state.json")
+    dist.barrier()
+    with pytest.raises(CheckpointError) as raised:
+        build(Task({"max_steps": 2}), {}).train(resume_from_checkpoint=True)
+    return [*said, str(raised.value)]
+
+
+def test_checkpoints_of_other_shapes_and_none_that_is_whole(ranks: Worlds) -> None:
+    for words, features, none in ranks(2).run(larger):
+        assert "embed_tokens.weight has shape (99, 32), and the model's has (95, 32)" in words
+        assert "has shape (48, 32), and the model's has (40, 32)" in features
+        assert none.startswith("no checkpoint in out is whole; start anew")

@@ -103,3 +103,32 @@ def half_written() -> str:
 def test_a_half_written_state_is_refused(ranks: Worlds) -> None:
     for said in ranks(2).run(half_written):
         assert said.startswith("state cannot be loaded: state is not a whole training checkpoint")
+
+
+def of_its_own() -> tuple[float, list[str]]:
+    """On a rank: an optimizer of something else, names that Accelerate gives, and a limit of two."""
+    loop = Loop({})
+    accelerator = loop.accelerator
+    accelerator.project_configuration.set_directories("run")
+    accelerator.project_configuration.automatic_checkpoint_naming = True
+    accelerator.project_configuration.total_limit = 2
+    other = torch.nn.Parameter(torch.ones(3))
+    optimizer = accelerator.prepare(torch.optim.SGD([other], lr=0.1, momentum=0.9))
+    for number in range(3):
+        loop.step(number)
+        other.grad = torch.ones(3)
+        optimizer.step()
+        accelerator.save_state()
+    dist.barrier()
+    momentum = optimizer.optimizer.state[other]["momentum_buffer"]
+    kept = momentum.clone()
+    momentum.zero_()
+    accelerator.load_state()
+    off = optimizer.optimizer.state[other]["momentum_buffer"] - kept
+    return float(off.abs().max()), sorted(os.listdir("run/checkpoints"))
+
+
+def test_other_optimizers_and_names_given_by_accelerate(ranks: Worlds) -> None:
+    for off, folders in ranks(2).run(of_its_own):
+        assert off == 0
+        assert folders == ["checkpoint_1", "checkpoint_2"]
