@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -60,22 +61,24 @@ class DurableFile:
         self.written = Written(0, "")
         self._path, self._partial = path, path.with_name(path.name + PARTIAL)
         self._hash, self._bytes = hashlib.sha256(), 0
+        self._hasher = ThreadPoolExecutor(1)
         self._file: IO[bytes]
 
     def __enter__(self) -> DurableFile:
         """Open it."""
         self._partial.unlink(missing_ok=True)  # a link there would lead elsewhere
         descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        self._file = open(descriptor, "wb", buffering=0)  # noqa: SIM115: closed in __exit__
+        self._file = open(descriptor, "wb", buffering=0)  # noqa: SIM115
         return self
 
     def write(self, data: bytes | memoryview) -> None:
         """Append ``data``."""
         view = memoryview(data).cast("B")
-        self._hash.update(view)
         self._bytes += len(view)
+        hashed = self._hasher.submit(self._hash.update, view)  # on another core, while it is written
         while len(view):
             view = view[self._file.write(view) :]
+        hashed.result()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -90,6 +93,7 @@ class DurableFile:
                 sync_folder(self._path.parent)
                 self.written = Written(self._bytes, self._hash.hexdigest())
         finally:
+            self._hasher.shutdown()
             self._partial.unlink(missing_ok=True)
 
 
