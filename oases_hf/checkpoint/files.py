@@ -68,7 +68,7 @@ class DurableFile:
         """Open it."""
         self._partial.unlink(missing_ok=True)  # a link there would lead elsewhere
         descriptor = os.open(self._partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        self._file = open(descriptor, "wb", buffering=0)  # noqa: SIM115
+        self._file = open(descriptor, "wb", buffering=0)
         return self
 
     def write(self, data: bytes | memoryview) -> None:
