@@ -24,6 +24,7 @@ from ..parallel import full_moments
 from ..parity import float64_math
 from ..ranks import Worlds
 from .fitting import Task, assert_same, build, one_process, rows, whole_parameters
+from .test_saving import assert_equal
 
 STEPS = {"max_steps": 12, "save_strategy": "steps", "save_steps": 6, "lr_scheduler_type": "linear"}
 TWICE: dict[str, Any] = {"optim": "adamw_torch_fused"}
@@ -39,12 +40,6 @@ def freeze_embeddings(model: PreTrainedModel) -> None:
 def moments(trainer: Trainer) -> dict[str, dict[str, Tensor]]:
     optimizer = cast(Any, trainer.optimizer)
     return full_moments(cast(PreTrainedModel, trainer.model), getattr(optimizer, "optimizer", optimizer))
-
-
-def assert_equal(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    assert ours.keys() == expected.keys()
-    for name, value in expected.items():
-        assert torch.equal(ours[name], value), name
 
 
 def interrupted(task: Task, settings: Settings) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -39,7 +39,7 @@ def reload(folder: str | Path) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     return model, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def assert_equal(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_equal(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
     assert ours.keys() == expected.keys()
     for name, value in expected.items():
         assert ours[name].dtype is value.dtype
