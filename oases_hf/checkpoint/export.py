@@ -5,26 +5,23 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import split_torch_state_dict_into_shards
+from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from ..errors import CheckpointError
 from ..models.converted import Converted, converted
 from ..parallel.mesh import Axis
 from ..parallel.sharding import Layout
-from .files import TensorFile
+from .agreement import FREE_SPACE, agree, noting
+from .files import TensorFile, write_durably
 
 PLAN_NAME = "oases_plan.json"
-INDEX_NAME = "model.safetensors.index.json"
 MAX_SHARD_SIZE = "5GB"
-FREE_SPACE = "free space or choose another folder"
 
 
 def save_pretrained(model: PreTrainedModel, folder: str | Path, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
@@ -49,7 +46,7 @@ def save_pretrained(model: PreTrainedModel, folder: str | Path, max_shard_size: 
     if state.mesh.data.rank == 0:
         with noting(failures):
             _write(model, state, Path(folder), max_shard_size, failures)
-    agree(state, failures, f"{folder} could not be written", FREE_SPACE)
+    agree(state.mesh, failures, f"{folder} could not be written", FREE_SPACE)
 
 
 def _write(
@@ -61,9 +58,7 @@ def _write(
         name: torch.empty(state.layouts[name].shape if name in state.layouts else t.shape, dtype=t.dtype, device="meta")
         for name, t in tensors.items()
     }
-    split = split_torch_state_dict_into_shards(
-        shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
-    )
+    split = into_files(shapes, max_shard_size)
     axis = state.mesh.tmp
     with noting(failures):
         folder.mkdir(parents=True, exist_ok=True)
@@ -84,24 +79,28 @@ def _write(
             (folder / PLAN_NAME).write_text(state.plan.to_json() + "\n")
 
 
-@contextmanager
-def noting(failures: list[Exception]) -> Iterator[None]:
-    """Keep any error for :func:`agree`: raised at once, it would leave the other ranks waiting."""
-    try:
-        yield
-    except Exception as error:
-        failures.append(error)
-
-
-def _write_rest(model: PreTrainedModel, folder: Path, split: Any) -> None:
+def _write_rest(model: PreTrainedModel, folder: Path, split: StateDictSplit) -> None:
     """Configuration and index; files of an earlier export that are not of this one go."""
     save_config(model, folder)
-    for stale in {*folder.glob("model-*.safetensors"), folder / "model.safetensors", folder / INDEX_NAME}:
-        if stale.name not in split.filename_to_tensors:
-            stale.unlink(missing_ok=True)
+    stale = {*folder.glob("model-*.safetensors"), folder / SAFE_WEIGHTS_NAME, folder / SAFE_WEIGHTS_INDEX_NAME}
+    for path in stale:
+        if path.name not in split.filename_to_tensors:
+            path.unlink(missing_ok=True)
+    write_index(folder, split)
+
+
+def into_files(shapes: dict[str, Tensor], max_shard_size: int | str) -> StateDictSplit:
+    """Which files a model's tensors go to."""
+    return split_torch_state_dict_into_shards(
+        shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    )
+
+
+def write_index(folder: Path, split: StateDictSplit) -> None:
+    """Write which file has which tensor, if there are several."""
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        write_durably(folder / SAFE_WEIGHTS_INDEX_NAME, json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 def save_config(model: PreTrainedModel, folder: Path) -> None:
@@ -163,12 +162,3 @@ def _gather(tensor: Tensor, layout: Layout | None, axis: Axis, writer: int) -> T
         elif axis.rank == source:
             dist.send(part.contiguous(), dst=axis.ranks[writer], group=axis.group)
     return full
-
-
-def agree(state: Converted, failures: list[Exception], what: str, advice: str = "") -> None:
-    """Raise CheckpointError on all ranks if one of them failed: ``what``, why, and what to do."""
-    failed = state.mesh.control.all_reduce(torch.tensor([len(failures)]))
-    if int(failed):
-        reason = str(failures[0]) if failures else "another rank reports the cause"
-        said = f"{what}: {reason}" + (f"; {advice}" if advice else "")
-        raise CheckpointError(said) from (failures[0] if failures else None)

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
 from ..errors import CheckpointError
 from .files import Written, digest, of_folder, write_durably
 
@@ -106,5 +108,5 @@ def is_whole(folder: Path) -> bool:
 
 def is_export(folder: Path) -> bool:
     """Whether a folder has a model as Hugging Face writes it, and no training state of ours."""
-    names = ("model.safetensors", "model.safetensors.index.json")
+    names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
     return not (folder / MANIFEST_NAME).exists() and any((folder / name).exists() for name in names)

@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from torch import Tensor
 from transformers.utils import CONFIG_NAME
 
 from ..errors import CheckpointError
-from .export import INDEX_NAME, MAX_SHARD_SIZE, PLAN_NAME
+from .export import MAX_SHARD_SIZE, PLAN_NAME, into_files, write_index
 from .files import TensorFile, write_durably
 from .manifest import MANIFEST_NAME, Manifest
 from .places import PARAMETERS
@@ -47,17 +46,13 @@ def merge(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, max_sha
         for name, parts in stored.parts.items()
         if name.startswith(begin)
     }
-    split = split_torch_state_dict_into_shards(
-        shapes, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
-    )
+    split = into_files(shapes, max_shard_size)
     if out.exists() and any(out.iterdir()):
         raise CheckpointError(f"{out} is not empty; choose a new folder")
     out.mkdir(parents=True, exist_ok=True)
     for file, names in split.filename_to_tensors.items():
         _write(out / file, {name: shapes[name] for name in names}, stored)
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        write_durably(out / INDEX_NAME, json.dumps(index, indent=2, sort_keys=True) + "\n")
+    write_index(out, split)
     for name in manifest.files:
         if not name.endswith((".safetensors", ".pkl")) and name not in OF_TRAINING:
             shutil.copyfile(checkpoint / name, out / name)

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from ..errors import CheckpointError
 from ..models.converted import Converted, converted
-from .export import INDEX_NAME, agree, named_tensors, noting
+from .agreement import together
+from .export import named_tensors
 from .files import of_folder
-from .places import parameter_names, place_of
+from .places import parameter_names, read_part
 from .stored import Stored
-
-SINGLE_NAME = "model.safetensors"
 
 
 def export_files(folder: Path) -> list[Path]:
@@ -27,13 +27,15 @@ def export_files(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: there are none, or the index names files elsewhere.
     """
-    if (folder / SINGLE_NAME).is_file():
-        return [folder / SINGLE_NAME]
-    index = folder / INDEX_NAME
+    if (folder / SAFE_WEIGHTS_NAME).is_file():
+        return [folder / SAFE_WEIGHTS_NAME]
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} has neither {SINGLE_NAME} nor {INDEX_NAME}; choose another folder") from error
+        raise CheckpointError(
+            f"{folder} has neither {SAFE_WEIGHTS_NAME} nor {index.name}; choose another folder"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is damaged ({error!r}); restore it") from error
     for name in names:
@@ -49,16 +51,11 @@ def load_export(model: PreTrainedModel, folder: Path) -> None:
         CheckpointError: a tensor is missing or has another shape, or a file cannot be read; all ranks raise.
     """
     state = converted(model)
-    failures: list[Exception] = []
-    with noting(failures), torch.no_grad():
+    with together(state.mesh, f"{folder} cannot be loaded"), torch.no_grad():
         stored = Stored(export_files(folder))
         for names, tensor in named_tensors(model):
-            name = next((each for each in names if each in stored.parts), names[0])
-            wanted = state.layouts[names[0]].shape if names[0] in state.layouts else tuple(tensor.shape)
-            if name in stored.parts and stored.parts[name][0].shape != wanted:
-                raise CheckpointError(f"{name} has shape {stored.parts[name][0].shape}, and the model's has {wanted}")
-            tensor.copy_(stored.read(name, place_of(state, names[0])))
-    agree(state, failures, f"{folder} cannot be loaded")
+            key = next((each for each in names if each in stored.parts), names[0])
+            tensor.copy_(read_part(stored, key, state, names[0], tensor))
 
 
 def load_plain_optimizer(model: PreTrainedModel, optimizer: Optimizer, file: Path) -> None:
@@ -70,8 +67,7 @@ def load_plain_optimizer(model: PreTrainedModel, optimizer: Optimizer, file: Pat
         CheckpointError: they do not, or the file cannot be read; all ranks raise.
     """
     state = converted(model)
-    failures: list[Exception] = []
-    with noting(failures):
+    with together(state.mesh, f"{file} cannot be loaded"):
         saved = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         theirs = [len(group["params"]) for group in saved["param_groups"]]
         ours = [len(group["params"]) for group in optimizer.param_groups]
@@ -85,7 +81,6 @@ def load_plain_optimizer(model: PreTrainedModel, optimizer: Optimizer, file: Pat
             if not state.gradients.ownership.elsewhere(p)
         }
         optimizer.load_state_dict({**saved, "state": {i: each for i, each in kept.items() if each}})
-    agree(state, failures, f"{file} cannot be loaded")
 
 
 def _local(state: Converted, name: str, key: str, value: Any) -> Any:

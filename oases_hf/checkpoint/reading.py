@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,10 @@ from transformers import PreTrainedModel
 from ..errors import CheckpointError
 from ..models.converted import converted
 from . import random_state
-from .export import agree, noting, unique_tensors
+from .agreement import together
+from .export import unique_tensors
 from .manifest import Manifest
-from .places import OPTIMIZER, PARAMETERS, RANDOM, parameter_names, place_of
+from .places import OPTIMIZER, PARAMETERS, RANDOM, parameter_names, read_part
 from .stored import Stored
 
 SETTINGS_OF_KERNELS = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -48,7 +48,7 @@ class Checkpoint:
         """Overwrite the parameters and buffers of the model; raises CheckpointError when one is missing."""
         with self._together(), torch.no_grad():
             for name, tensor in unique_tensors(self._model):
-                tensor.copy_(self._stored_part(f"{PARAMETERS}/{name}", name, tensor))
+                tensor.copy_(read_part(self._stored, f"{PARAMETERS}/{name}", self._state, name, tensor))
 
     def load_optimizer(self, optimizer: Optimizer, number: int = 0) -> None:
         """Give ``optimizer`` the state of the checkpoint's optimizer of that number.
@@ -112,20 +112,7 @@ class Checkpoint:
     def _moment(self, stored: str, name: str) -> Tensor:
         if not self._stored.parts[stored][0].shape:
             return self._stored.read(stored)
-        return self._stored_part(stored, name, self._model.state_dict()[name])
+        return read_part(self._stored, stored, self._state, name, self._model.state_dict()[name])
 
-    def _stored_part(self, stored: str, name: str, tensor: Tensor) -> Tensor:
-        """This rank's part of what has the shape of a tensor of the model."""
-        wanted = self._state.layouts[name].shape if name in self._state.layouts else tuple(tensor.shape)
-        for part in self._stored.parts.get(stored, ()):
-            if part.shape != wanted:
-                raise CheckpointError(f"{stored} has shape {part.shape}, and the model's has {wanted}")
-        return self._stored.read(stored, place_of(self._state, name))
-
-    @contextmanager
-    def _together(self) -> Iterator[None]:
-        """Raise on all ranks what one of them finds."""
-        failures: list[Exception] = []
-        with noting(failures):
-            yield
-        agree(self._state, failures, f"{self._folder} cannot be loaded")
+    def _together(self) -> AbstractContextManager[None]:
+        return together(self._state.mesh, f"{self._folder} cannot be loaded")

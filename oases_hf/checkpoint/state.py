@@ -25,7 +25,8 @@ from ..models.converted import Converted, converted
 from ..owners import Held, deal
 from ..parallel.sharding import Slice
 from . import random_state
-from .export import FREE_SPACE, agree, noting, save_config, unique_tensors
+from .agreement import FREE_SPACE, together
+from .export import save_config, unique_tensors
 from .files import TensorFile, Written, digest, sync_file, sync_folder
 from .manifest import Manifest
 from .places import OPTIMIZER, PARAMETERS, RANDOM, parameter_names, place_of
@@ -67,29 +68,23 @@ def save_state(
     final, folder = folder, unfinished(folder)
     what = f"{final} could not be written"
     state = converted(model)
-    world = state.mesh.world
-    state.mesh.meet(f"saving {folder}")
-    failures: list[Exception] = []
-    with noting(failures):
+    mesh, world = state.mesh, state.mesh.world
+    mesh.meet(f"saving {final}")
+    with together(mesh, what, FREE_SPACE):
         if world.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             save_config(model, folder)
-    agree(state, failures, what, FREE_SPACE)
-    with noting(failures):
+    with together(mesh, what, FREE_SPACE):
         beside(folder)
-    agree(state, failures, what, FREE_SPACE)
     names = parameter_names(model)
-    written: dict[str, Written] = {}
-    groups: list[list[dict[str, Any]]] = []
-    with noting(failures):
+    with together(mesh, what, FREE_SPACE):
         groups = [_groups(optimizer, names) for optimizer in optimizers]
         entries = list(_entries(model, state, optimizers, names))
         file = folder / f"oases-{world.rank:05}-of-{world.size:05}.safetensors"
-        written[file.name] = _write(file, entries)
-    everywhere = state.mesh.from_all(written)
-    agree(state, failures, what, FREE_SPACE)
-    with noting(failures):
+        written = {file.name: _write(file, entries)}
+    everywhere = mesh.from_all(written)
+    with together(mesh, what, FREE_SPACE):
         if world.rank == 0:
             files = {name: each for rank in everywhere for name, each in rank.items()}
             for path in sorted(folder.iterdir()):
@@ -101,7 +96,6 @@ def save_state(
             manifest.check_sizes(folder)  # the files of other ranks must be on a disk that all see
             manifest.write(folder)
             _publish(folder, final)
-    agree(state, failures, what, FREE_SPACE)
 
 
 def unfinished(folder: Path) -> Path:

@@ -15,7 +15,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_N
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ..checkpoint import Checkpoint, load_export, load_plain_optimizer, save_state
-from ..checkpoint.export import FREE_SPACE, agree, noting
+from ..checkpoint.agreement import FREE_SPACE, noting, together
 from ..checkpoint.manifest import is_export, is_whole
 from ..checkpoint.state import unfinished
 from ..errors import CheckpointError
@@ -49,7 +49,7 @@ class TrainerCheckpoints:
     ) -> None:
         self._trainer, self._model, self._state = trainer, model, state
         self._export, self._save_processor = export, save_processor
-        self._failures: list[Exception] = []
+        self._failures: list[Exception] = []  # of what Trainer writes between its collectives
         self._beside: Path | None = None  # where a checkpoint is being written
         self._opened: tuple[Path, Checkpoint] | None = None
         self._plain_randomness: Callable[[str], None] = trainer._load_rng_state
@@ -84,9 +84,8 @@ class TrainerCheckpoints:
         """What Trainer saves goes to where the rest does, and is part of it; older checkpoints go only after that."""
         trainer, args = self._trainer, self._trainer.args
         if args.save_only_model:
-            with noting(self._failures):
+            with together(self._state.mesh, "the checkpoint could not be written", FREE_SPACE):
                 own(model, trial)
-            agree(self._state, self._taken(), "the checkpoint could not be written", FREE_SPACE)
             return
         runs = Path(trainer._get_output_dir(trial=trial) or ".")
         folder = runs / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
@@ -102,13 +101,13 @@ class TrainerCheckpoints:
                 own(model, trial)
             self._note_best(runs, folder, there)
             if self._failures:
-                raise self._taken()[0]
+                raise self._failures[0]
 
-        rows = trainer._train_batch_size * args.gradient_accumulation_steps * self._state.mesh.data.size
         try:
-            save_state(self._model, [plain(trainer.optimizer)], folder, beside, rows)
+            save_state(self._model, [plain(trainer.optimizer)], folder, beside, self._rows_per_step())
         finally:
             self._beside = None
+            self._failures.clear()
         if args.push_to_hub:
             trainer._push_from_checkpoint(str(folder))
         if args.should_save:
@@ -129,10 +128,10 @@ class TrainerCheckpoints:
             if self._trainer.args.should_save and self._trainer.lr_scheduler is not None:
                 torch.save(self._trainer.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
-    def _taken(self) -> list[Exception]:
-        """What failed, of which is told once."""
-        failures, self._failures = self._failures, []
-        return failures
+    def _rows_per_step(self) -> int:
+        """Sequences of an optimizer step, in all TMP worlds together."""
+        trainer = self._trainer
+        return int(trainer._train_batch_size * trainer.args.gradient_accumulation_steps * self._state.mesh.data.size)
 
     def _load_parameters(self, checkpoint: str, model: Any = None) -> None:
         opened = self._checkpoint(checkpoint)
@@ -153,10 +152,9 @@ class TrainerCheckpoints:
         else:
             log.warning("%s has no optimizer state: weights go on, moments begin anew", folder)
         scheduler = folder / SCHEDULER_NAME
-        with noting(self._failures):
+        with together(self._state.mesh, f"{scheduler} cannot be loaded"):
             if scheduler.exists() and self._trainer.lr_scheduler is not None:
                 self._trainer.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
-        agree(self._state, self._taken(), f"{scheduler} cannot be loaded")
 
     def _load_randomness(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -182,10 +180,9 @@ class TrainerCheckpoints:
         return self._opened[1]
 
     def _warn(self, opened: Checkpoint) -> None:
-        trainer, mesh, saved = self._trainer, self._state.mesh, opened.manifest
+        mesh, saved, rows = self._state.mesh, opened.manifest, self._rows_per_step()
         if mesh.world.rank:
             return
-        rows = trainer._train_batch_size * trainer.args.gradient_accumulation_steps * mesh.data.size
         if saved.rows_per_step not in (None, rows):
             log.warning("a step has %s rows from here on, and had %s before", rows, saved.rows_per_step)
         if saved.world_size != mesh.world.size:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from ..checkpoint import Checkpoint, save_state
-from ..checkpoint.export import agree, noting
+from ..checkpoint.agreement import together
 from ..checkpoint.manifest import is_whole
 from ..errors import CheckpointError
 from ..models.converted import Converted
@@ -53,10 +53,8 @@ def keep_state(accelerator: Accelerator, model: PreTrainedModel, state: Converte
         if input_dir is None:
             raise CheckpointError("accelerator.load_state: give input_dir, or turn on automatic_checkpoint_naming")
         checkpoint = Checkpoint(Path(input_dir), model)  # first: what is damaged leaves everything as it is
-        failures: list[Exception] = []
-        with noting(failures), _without(accelerator, model):
+        with together(state.mesh, f"{input_dir} cannot be loaded"), _without(accelerator, model):
             own_load(input_dir, *args, **kwargs)
-        agree(state, failures, f"{input_dir} cannot be loaded")
         checkpoint.load_parameters()
         for number, optimizer in enumerate(_optimizers(accelerator, model)):
             checkpoint.load_optimizer(optimizer, number)

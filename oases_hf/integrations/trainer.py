@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerContr
 from transformers.trainer import TRAINING_ARGS_NAME
 
 from ..checkpoint import save_pretrained
-from ..checkpoint.export import FREE_SPACE, agree, noting
+from ..checkpoint.agreement import FREE_SPACE, together
 from ..config import OasesConfig
 from ..errors import ConfigError, UnsupportedModelError
 from ..models.converted import Converted, converted
@@ -148,11 +148,9 @@ def _save_model(
     """Export the model, tokenizer and arguments; all ranks call it."""
     folder = Path(output_dir or trainer.args.output_dir or ".")
     save_pretrained(model, folder)
-    failures: list[Exception] = []
-    with noting(failures):
+    with together(converted(model).mesh, f"{folder} could not be written", FREE_SPACE):
         if trainer.args.should_save:
             _save_processor(trainer, folder)
-    agree(converted(model), failures, f"{folder} could not be written", FREE_SPACE)
     if trainer.args.push_to_hub and not _internal_call:
         trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
 

@@ -25,11 +25,12 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from oases_hf import OasesPlugin, save_pretrained
+from scripts.bench.llama import build, config_of
 
 CHUNK_BYTES = 2**24
+SEQUENCE = 16
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -40,21 +41,6 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--folder", type=Path, help="on the disk to be measured (default: that of temporary files)")
     return parser.parse_args(argv)
-
-
-def build(options: argparse.Namespace) -> LlamaForCausalLM:
-    """The whole model, alike on all ranks."""
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=options.hidden,
-            intermediate_size=options.ffn,
-            num_hidden_layers=options.layers,
-            num_attention_heads=options.heads,
-            vocab_size=options.vocab,
-            use_cache=False,
-        )
-    )
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -87,9 +73,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure on the ranks that a launcher started."""
     options = parse_options(argv)
     accelerator = Accelerator()
-    model: Any = OasesPlugin().install(accelerator, build(options))
+    model: Any = OasesPlugin().install(accelerator, build(config_of(options, options.vocab, SEQUENCE)))
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    tokens = torch.ones(2, 16, dtype=torch.long, device=accelerator.device)
+    tokens = torch.ones(2, SEQUENCE, dtype=torch.long, device=accelerator.device)
     accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
     optimizer.step()
     first = accelerator.is_main_process

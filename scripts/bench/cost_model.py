@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from oases_hf import OasesPlugin, Plan
 from oases_hf.convert import describe
@@ -41,6 +41,7 @@ from oases_hf.parallel.mesh import Mesh
 from oases_hf.plan import Recompute, ShardOptimizer
 from oases_hf.planner import Prediction, Problem, plan_of, predict, solve
 from oases_hf.profiler import Architecture, Workload, profile
+from scripts.bench.llama import build, config_of
 
 SEED = 0
 SUB_BATCHES = (1, 2, 4)
@@ -85,20 +86,9 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def build(options: argparse.Namespace) -> LlamaForCausalLM:
-    """The whole model, alike on all ranks."""
-    torch.manual_seed(SEED)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=options.hidden,
-            intermediate_size=options.ffn,
-            num_hidden_layers=options.layers,
-            num_attention_heads=options.heads,
-            max_position_embeddings=options.seq,
-            vocab_size=options.vocab,
-            use_cache=False,
-        )
-    )
+def whole_model(options: argparse.Namespace) -> LlamaForCausalLM:
+    """Alike on all ranks."""
+    return build(config_of(options, options.vocab, options.seq), SEED)
 
 
 def measure(options: argparse.Namespace, plan: Plan) -> float:
@@ -106,7 +96,7 @@ def measure(options: argparse.Namespace, plan: Plan) -> float:
     AcceleratorState._reset_state()
     GradientState._reset_state()
     accelerator = Accelerator()
-    model: Any = OasesPlugin(plan=plan).install(accelerator, build(options))
+    model: Any = OasesPlugin(plan=plan).install(accelerator, whole_model(options))
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     tokens = torch.randint(options.vocab, (options.batch, options.seq), generator=torch.Generator().manual_seed(SEED))
     tokens = tokens.to(accelerator.device)
@@ -241,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parse_options(argv)
     accelerator = Accelerator()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    model = build(options)
+    model = whole_model(options)
     mesh = Mesh.build(dist.get_world_size())
     first = mesh.world.rank == 0
     with tempfile.TemporaryDirectory() as cache:

@@ -28,11 +28,11 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import LlamaConfig
 
 from oases_hf.profiler.stopwatch import peak_bytes
 from oases_hf.schedule import kind
 from scripts.bench.contenders import PEERS, VOCAB, Training, Work, scheduled
+from scripts.bench.llama import config_of
 from scripts.bench.timing import Row, World, paired, print_table, ratio, write_json
 
 SCHEDULES = ("megatron", "megatron_5", "wang", "merak", "cross_pass", "oases")
@@ -72,16 +72,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def build(options: argparse.Namespace, world: World) -> list[Training]:
     """The contenders that were asked for, schedules first."""
-    config = LlamaConfig(
-        hidden_size=options.hidden,
-        intermediate_size=options.ffn,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.heads,
-        max_position_embeddings=options.seq,
-        vocab_size=VOCAB,
-        use_cache=False,
-    )
-    work = Work(config, DTYPES[options.dtype], options.batch, options.seq, world.device)
+    work = Work(config_of(options, VOCAB, options.seq), DTYPES[options.dtype], options.batch, options.seq, world.device)
     degree = options.degree or world.size
     contenders: list[Training] = []
     if options.schedules:

@@ -16,8 +16,10 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -45,27 +47,36 @@ def trained() -> tuple[Trainer, dict[str, Tensor], dict[str, Tensor]]:
     return trainer, before, whole_parameters(trainer)
 
 
-def save_in_a_child(trainer: Trainer) -> tuple[int, int]:
-    """Start a process that saves; returns its id, and where it says that it wrote something, and that it has ended."""
+def in_a_child(work: Callable[[int], None]) -> tuple[int, int]:
+    """Fork, and call ``work`` in the child with where it may write; returns its id, and where that is read."""
     reading, writing = os.pipe()
     child = os.fork()
     if child:
         os.close(writing)
         return child, reading
     code = 1
-    own = DurableFile.write
-
-    def write(file: DurableFile, data: bytes | memoryview) -> None:
-        own(file, data)
-        os.write(writing, WROTE)
-
     try:
-        cast(Any, DurableFile).write = write
-        trainer._save_checkpoint(cast(Any, trainer.model), None)
-        os.write(writing, ENDED)
+        work(writing)
         code = 0
     finally:
         os._exit(code)
+
+
+def save_in_a_child(trainer: Trainer) -> tuple[int, int]:
+    """Start a process that saves, and says whenever it has written something, and that it has ended."""
+
+    def work(writing: int) -> None:
+        own = DurableFile.write
+
+        def write(file: DurableFile, data: bytes | memoryview) -> None:
+            own(file, data)
+            os.write(writing, WROTE)
+
+        with mock.patch.object(DurableFile, "write", write):
+            trainer._save_checkpoint(cast(Any, trainer.model), None)
+        os.write(writing, ENDED)
+
+    return in_a_child(work)
 
 
 def restore() -> None:

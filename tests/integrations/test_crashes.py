@@ -26,9 +26,9 @@ from oases_hf.models.converted import converted
 from ..launch import run_launcher
 from ..ranks import Worlds
 from .fitting import Task, build
-from .killing import SAVING, check, restore, trained
+from .killing import SAVING, check, in_a_child, restore, trained
 
-SAVED, FAILED, CRASHED = range(3)
+CRASHED = 2
 
 
 class Countdown:
@@ -58,25 +58,20 @@ class Countdown:
 
 def save(trainer: Trainer, last: int | None) -> int:
     """In a process of its own: the save of step 2; returns how it ended, or how many calls it made."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        code = FAILED
-        try:
-            countdown = Countdown(last)
-            for patch in countdown.everywhere():
-                patch.start()
-            trainer._save_checkpoint(cast(Any, trainer.model), None)
-            os.write(writing, countdown.calls.to_bytes(4, "little"))
-            code = SAVED
-        finally:
-            os._exit(code)
-    os.close(writing)
+
+    def work(writing: int) -> None:
+        countdown = Countdown(last)
+        for patch in countdown.everywhere():
+            patch.start()
+        trainer._save_checkpoint(cast(Any, trainer.model), None)
+        os.write(writing, countdown.calls.to_bytes(4, "little"))
+
+    child, reading = in_a_child(work)
     said = os.read(reading, 4)
     os.close(reading)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if last is None:
-        assert code == SAVED
+        assert code == 0
         return int.from_bytes(said, "little")
     return code
 
