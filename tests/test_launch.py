@@ -61,7 +61,7 @@ def test_ranks_find_each_other(tmp_path: Path) -> None:
 def test_a_hanging_process_is_ended_with_its_children(tmp_path: Path) -> None:
     start = time.monotonic()
     with pytest.raises(LaunchTimeout, match=r"in stuck") as error:
-        launch(2, [script(tmp_path, HANG)], timeout_s=1.0)
+        launch(2, [script(tmp_path, HANG)], timeout_s=4.0)  # two interpreters start in it, one after the other
     assert time.monotonic() - start < 10
     children = [int(line) for line in str(error.value).splitlines() if line.isdecimal()]
     assert len(children) == 2
