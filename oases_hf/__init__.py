@@ -9,16 +9,18 @@ if TYPE_CHECKING:
     from .checkpoint import save_pretrained
     from .config import OasesConfig
     from .integrations.accelerate import OasesPlugin
+    from .integrations.loading import load_pretrained
     from .integrations.trainer import OasesCallback
     from .plan import Plan
 
-__all__ = ["OasesCallback", "OasesConfig", "OasesPlugin", "Plan", "save_pretrained"]
+__all__ = ["OasesCallback", "OasesConfig", "OasesPlugin", "Plan", "load_pretrained", "save_pretrained"]
 
 _HOMES = {
     "OasesCallback": ".integrations.trainer",
     "OasesConfig": ".config",
     "OasesPlugin": ".integrations.accelerate",
     "Plan": ".plan",
+    "load_pretrained": ".integrations.loading",
     "save_pretrained": ".checkpoint",
 }
 

@@ -36,6 +36,9 @@ _READ: dict[str, Callable[[str], Any]] = {
     "plan": str,
 }
 
+OF_WORKLOAD = frozenset({"memory_gib", "batch_size", "sequence_length"})
+"""Settings that say nothing of what the plan is, only how it is found."""
+
 
 @dataclass
 class OasesConfig:
@@ -120,6 +123,16 @@ class OasesConfig:
         clashing = [name for name in held if getattr(self, name) is not None]
         if clashing:
             raise ConfigError(f"plan and {clashing[0]} are both set; the plan holds {clashing[0]}: leave one out")
+
+    def check_same(self, loaded: OasesConfig) -> None:
+        """Raise ConfigError where a setting says otherwise than ``loaded``, by which a model is sharded already."""
+        for setting in fields(self):
+            ours, theirs = getattr(self, setting.name), getattr(loaded, setting.name)
+            if setting.name not in OF_WORKLOAD and ours not in (None, theirs):
+                raise ConfigError(
+                    f"{setting.name}={ours!r}, and the model was loaded with {setting.name}={theirs!r}: it is sharded "
+                    f"already; give settings to load_pretrained only"
+                )
 
     def load_plan(self) -> Plan | None:
         """The plan that was given, read from its file if need be."""

@@ -45,7 +45,13 @@ def block_count(model: PreTrainedModel) -> int:
 
 
 def convert(
-    model: PreTrainedModel, mesh: Mesh, plan: Plan, *, gather_logits: bool = False, defer_weight_grads: bool = False
+    model: PreTrainedModel,
+    mesh: Mesh,
+    plan: Plan,
+    *,
+    gather_logits: bool = False,
+    defer_weight_grads: bool = False,
+    unread: bool = False,
 ) -> Converted:
     """Shard ``model`` over the TMP world of ``mesh`` as ``plan`` says, in place; all ranks call it.
 
@@ -55,12 +61,13 @@ def convert(
         plan: made for this model and the size of its TMP world.
         gather_logits: return whole logits in training when labels are given.
         defer_weight_grads: compute weight gradients while input gradients are reduced.
+        unread: parameters are meta tensors, still or in part: the caller reads this rank's parts of them afterwards.
 
     Raises:
         UnsupportedModelError: the model has no family, is converted already, or is not plain.
         ConfigError: the plan is for another model or mesh, or a degree is too high.
     """
-    check_plain(model)
+    check_plain(model, unread)
     family = family_of(model.config)
     plan.check(describe(model), block_count(model), mesh.tmp.size)
     vocabulary = Vocabulary.of(model, Link(mesh.tmp), gather_logits)
@@ -222,8 +229,11 @@ def stack_of(model: PreTrainedModel, family: Family) -> nn.ModuleList:
     return stack
 
 
-def check_plain(model: nn.Module) -> None:
-    """Raise UnsupportedModelError for models whose parameters are not the plain ones of a plain HF model."""
+def check_plain(model: nn.Module, unread: bool = False) -> None:
+    """Raise UnsupportedModelError for models whose parameters are not the plain ones of a plain HF model.
+
+    Meta tensors are let in when they are ``unread``.
+    """
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedModelError(
@@ -242,8 +252,8 @@ def check_plain(model: nn.Module) -> None:
                 f"{parameter_name} has a post-accumulate gradient hook, which would see one sub-batch on "
                 f"one rank; remove it, and step the optimizer after accelerator.backward"
             )
-        if type(parameter) is not nn.Parameter or parameter.is_meta:
+        if type(parameter) is not nn.Parameter or (parameter.is_meta and not unread):
             raise UnsupportedModelError(
                 f"{parameter_name} of {name} is a {'meta tensor' if parameter.is_meta else type(parameter).__name__}; "
-                f"load the model whole, without device_map, tp_plan or fully_shard"
+                f"load the model whole, without device_map, tp_plan or fully_shard, or by oases_hf.load_pretrained"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,9 +20,13 @@ from ..parallel.mesh import Axis
 from ..parallel.sharding import Layout
 from .agreement import FREE_SPACE, agree, noting
 from .files import TensorFile, write_durably
+from .names import names_in_exports
 
 PLAN_NAME = "oases_plan.json"
 MAX_SHARD_SIZE = "5GB"
+
+GATHERED_BYTES = 2**26
+"""What is gathered, and written, at a time."""
 
 
 def save_pretrained(model: PreTrainedModel, folder: str | Path, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
@@ -53,25 +58,24 @@ def _write(
     model: PreTrainedModel, state: Converted, folder: Path, max_shard_size: int | str, failures: list[Exception]
 ) -> None:
     """Write this rank's files; a failure is noted, and the gathering goes on, since other ranks take part in it."""
-    tensors = dict(unique_tensors(model))
-    shapes = {
-        name: torch.empty(state.layouts[name].shape if name in state.layouts else t.shape, dtype=t.dtype, device="meta")
-        for name, t in tensors.items()
-    }
+    tensors, layouts, shapes = dict[str, Tensor](), dict[str, Layout | None](), dict[str, Tensor]()
+    renamed = names_in_exports(model)
+    for own, tensor in unique_tensors(model):
+        name, layout = renamed.get(own, own), state.layouts.get(own)
+        tensors[name], layouts[name] = tensor, layout
+        shapes[name] = torch.empty(tensor.shape if layout is None else layout.shape, dtype=tensor.dtype, device="meta")
     split = into_files(shapes, max_shard_size)
     axis = state.mesh.tmp
     with noting(failures):
         folder.mkdir(parents=True, exist_ok=True)
     for number, (filename, names) in enumerate(split.filename_to_tensors.items()):
         writer = number % axis.size
-        full = (_gather(tensors[name], state.layouts.get(name), axis, writer) for name in names)
+        rows = (rows for name in names for rows in _gather_rows(tensors[name], layouts[name], axis, writer))
         if axis.rank == writer:
             file = TensorFile(folder / filename, {name: shapes[name] for name in names}, {"format": "pt"})
             with noting(failures), file:
-                for tensor in full:
-                    if tensor is not None:
-                        file.add(tensor)
-        for _ in full:  # the others', and what is left after an error: those who send are waited for
+                file.add_all(filter(torch.is_tensor, rows))
+        for _ in rows:  # the others', and what is left after an error: those who send are waited for
             pass
     if axis.rank == 0:
         with noting(failures):
@@ -132,7 +136,7 @@ def full_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
 
 def unique_tensors(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """The tensors to write, tied ones under their first name only."""
-    return ((names[0], tensor) for names, tensor in named_tensors(model))
+    return ((names[0], tensor.detach()) for names, tensor in named_tensors(model))
 
 
 def named_tensors(model: PreTrainedModel) -> Iterator[tuple[list[str], Tensor]]:
@@ -142,15 +146,32 @@ def named_tensors(model: PreTrainedModel) -> Iterator[tuple[list[str], Tensor]]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)
         tensors[id(tensor)] = tensor
-    return ((names[key], tensor.detach()) for key, tensor in tensors.items())
+    return ((names[key], tensor) for key, tensor in tensors.items())
+
+
+def _gather_rows(tensor: Tensor, layout: Layout | None, axis: Axis, writer: int) -> Iterator[Tensor | None]:
+    """The full tensor, a few rows after the other, as :func:`_gather` has it."""
+    shape = tuple(tensor.shape) if layout is None else layout.shape
+    number = shape[0] if shape else 1
+    step = max(1, GATHERED_BYTES * number // max(1, math.prod(shape) * tensor.element_size()))
+    for lo in range(0, number, step) if number > step else ():
+        hi = min(number, lo + step)
+        if layout is None or not layout.sharded:
+            yield _gather(tensor[lo:hi], None, axis, writer)
+        else:
+            own = layout.slices[axis.rank].own_rows(lo, hi)
+            yield _gather(tensor[own.lo : own.hi], layout.rows(lo, hi), axis, writer)
+    if number <= step:
+        yield _gather(tensor, layout, axis, writer)
 
 
 def _gather(tensor: Tensor, layout: Layout | None, axis: Axis, writer: int) -> Tensor | None:
     """The full tensor on the CPU of ``writer``; None on other ranks. Parts held twice travel once."""
     if layout is None or not layout.sharded or axis.group is None:
         return tensor.detach().cpu().contiguous() if axis.rank == writer else None
-    sources = {layout.slices[rank]: rank for rank in reversed(range(axis.size))}
-    sources[layout.slices[writer]] = writer
+    sources = {layout.slices[rank]: rank for rank in reversed(range(axis.size)) if layout.slices[rank].size}
+    if layout.slices[writer].size:
+        sources[layout.slices[writer]] = writer
     full = torch.empty(layout.shape, dtype=tensor.dtype) if axis.rank == writer else None
     for place, source in sources.items():
         part = tensor.detach()

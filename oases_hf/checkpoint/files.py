@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +131,15 @@ class TensorFile(DurableFile):
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         if flat.numel():
             self.write(flat.view(torch.uint8).numpy().data)
+
+    def add_all(self, tensors: Iterable[Tensor]) -> None:
+        """Append the data of the next tensors, or of their rows, each while the one behind it is made."""
+        with ThreadPoolExecutor(1) as writer:
+            written = writer.submit(lambda: None)
+            for tensor in tensors:
+                written.result()
+                written = writer.submit(self.add, tensor)
+            written.result()
 
 
 def of_folder(name: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class Manifest:
         optimizers: of each optimizer its groups: settings, and the names of the parameters.
         dropout: the state of what dropout masks are drawn from.
         files: what each file of the folder is.
+        in_exports: what exports call parameters that have another name there.
     """
 
     plan: Mapping[str, Any]
@@ -37,6 +38,7 @@ class Manifest:
     optimizers: list[list[dict[str, Any]]]
     dropout: Mapping[str, Any]
     files: Mapping[str, Written]
+    in_exports: Mapping[str, str] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Make ``folder`` a checkpoint."""

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from transformers.utils import CONFIG_NAME
 
 from ..errors import CheckpointError
@@ -41,17 +39,20 @@ def merge(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, max_sha
         manifest.check_content(checkpoint, name)
     stored = Stored(manifest.tensor_files(checkpoint))
     begin = f"{PARAMETERS}/"
+    own = [name.removeprefix(begin) for name in stored.parts if name.startswith(begin)]
+    sources = {manifest.in_exports.get(name, name): begin + name for name in own}
     shapes = {
-        name.removeprefix(begin): torch.empty(parts[0].shape, dtype=_as(stored.dtype(name), dtype), device="meta")
-        for name, parts in stored.parts.items()
-        if name.startswith(begin)
+        name: torch.empty(stored.parts[source][0].shape, dtype=_as(stored.dtype(source), dtype), device="meta")
+        for name, source in sources.items()
     }
     split = into_files(shapes, max_shard_size)
     if out.exists() and any(out.iterdir()):
         raise CheckpointError(f"{out} is not empty; choose a new folder")
     out.mkdir(parents=True, exist_ok=True)
     for file, names in split.filename_to_tensors.items():
-        _write(out / file, {name: shapes[name] for name in names}, stored)
+        with TensorFile(out / file, {name: shapes[name] for name in names}, {"format": "pt"}) as writer:
+            for name in names:
+                writer.add(stored.read(sources[name]).to(shapes[name].dtype))
     write_index(out, split)
     for name in manifest.files:
         if not name.endswith((".safetensors", ".pkl")) and name not in OF_TRAINING:
@@ -60,12 +61,6 @@ def merge(checkpoint: Path, out: Path, dtype: torch.dtype | None = None, max_sha
         config = json.loads((out / CONFIG_NAME).read_text())
         write_durably(out / CONFIG_NAME, json.dumps({**config, "dtype": str(dtype).removeprefix("torch.")}, indent=2))
     write_durably(out / PLAN_NAME, json.dumps(manifest.plan, indent=2) + "\n")
-
-
-def _write(path: Path, tensors: Mapping[str, Tensor], stored: Stored) -> None:
-    with TensorFile(path, tensors, {"format": "pt"}) as file:
-        for name, like in tensors.items():
-            file.add(stored.read(f"{PARAMETERS}/{name}").to(like.dtype))
 
 
 def _as(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:

@@ -17,6 +17,7 @@ from ..models.converted import Converted, converted
 from .agreement import together
 from .export import named_tensors
 from .files import of_folder
+from .names import found_under
 from .places import parameter_names, read_part
 from .stored import Stored
 
@@ -29,19 +30,23 @@ def export_files(folder: Path) -> list[Path]:
     """
     if (folder / SAFE_WEIGHTS_NAME).is_file():
         return [folder / SAFE_WEIGHTS_NAME]
-    index = folder / SAFE_WEIGHTS_INDEX_NAME
+    if not (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        raise CheckpointError(
+            f"{folder} has neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}; choose another folder"
+        )
+    return files_of_index(folder / SAFE_WEIGHTS_INDEX_NAME)
+
+
+def files_of_index(index: Path) -> list[Path]:
+    """The files that an index of a folder names; raises CheckpointError if it is damaged, or leads elsewhere."""
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{folder} has neither {SAFE_WEIGHTS_NAME} nor {index.name}; choose another folder"
-        ) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{index} is damaged ({error!r}); restore it") from error
     for name in names:
         if not of_folder(name):
             raise CheckpointError(f"{index} names {name!r}, which is no file of this folder; refused")
-    return [folder / name for name in names]
+    return [index.parent / name for name in names]
 
 
 def load_export(model: PreTrainedModel, folder: Path) -> None:
@@ -53,8 +58,9 @@ def load_export(model: PreTrainedModel, folder: Path) -> None:
     state = converted(model)
     with together(state.mesh, f"{folder} cannot be loaded"), torch.no_grad():
         stored = Stored(export_files(folder))
+        found = found_under(model, stored.parts)
         for names, tensor in named_tensors(model):
-            key = next((each for each in names if each in stored.parts), names[0])
+            key = next((found[name] for name in names if name in found), names[0])
             tensor.copy_(read_part(stored, key, state, names[0], tensor))
 
 

@@ -29,6 +29,7 @@ from .agreement import FREE_SPACE, together
 from .export import save_config, unique_tensors
 from .files import TensorFile, Written, digest, sync_file, sync_folder
 from .manifest import Manifest
+from .names import names_in_exports
 from .places import OPTIMIZER, PARAMETERS, RANDOM, parameter_names, place_of
 from .stored import PLACES, place_text
 
@@ -92,7 +93,7 @@ def save_state(
                     sync_file(path)
                     files[path.name] = digest(path)
             plan, dropout = asdict(state.plan), state.dropout.state()
-            manifest = Manifest(plan, world.size, rows_per_step, groups, dropout, files)
+            manifest = Manifest(plan, world.size, rows_per_step, groups, dropout, files, names_in_exports(model))
             manifest.check_sizes(folder)  # the files of other ranks must be on a disk that all see
             manifest.write(folder)
             _publish(folder, final)
@@ -184,6 +185,5 @@ def _write(file: Path, entries: Sequence[Entry]) -> Written:
     places = {entry.name: place_text(entry.shape, entry.place) for entry in entries if entry.place is not None}
     metadata = {"format": "pt", PLACES: json.dumps(places, separators=(",", ":"))}
     with TensorFile(file, {entry.name: entry.tensor for entry in entries}, metadata) as writer:
-        for entry in entries:
-            writer.add(entry.tensor)
+        writer.add_all(entry.tensor.detach().cpu() for entry in entries)
     return writer.written

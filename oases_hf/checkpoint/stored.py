@@ -67,7 +67,7 @@ class Stored:
             return DTYPES[self._open[file].get_slice(name).get_dtype()]
 
     def read(self, name: str, place: Slice | None = None) -> Tensor:
-        """A tensor, or the slice of it that ``place`` names; only that is read.
+        """A tensor, or the slice of it that ``place`` names; it may be a view of a file, of which only that is read.
 
         Raises:
             CheckpointError: there is no such tensor, or parts of it are missing.
@@ -87,6 +87,10 @@ class Stored:
         wanted = place or everything
         found = [piece for part in parts for piece in self._pieces(name, part, part.place or everything, wanted)]
         return self._joined(name, found, wanted)
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._open.clear()
 
     def _pieces(self, name: str, part: Part, place: Slice, wanted: Slice) -> Iterator[tuple[int, Tensor]]:
         """What one part has of the wanted slice, each with where it begins there."""
@@ -109,7 +113,7 @@ class Stored:
             end += piece.shape[wanted.dim]
         if end != wanted.size:
             raise CheckpointError(f"{self._where()}: a part of {name} is missing, behind {end} of {wanted.size} rows")
-        return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces, wanted.dim)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, wanted.dim)
 
     def _where(self) -> str:
         return str(next(iter(self._open)).parent) if self._open else "an empty checkpoint"

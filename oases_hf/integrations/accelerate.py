@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from ..checkpoint import full_state_dict, save_pretrained
 from ..checkpoint.export import MAX_SHARD_SIZE
 from ..config import OasesConfig
-from ..convert import check_plain, convert
+from ..convert import check_plain
 from ..errors import ConfigError, UnsupportedModelError
 from ..models import family_of
 from ..models.converted import Converted
@@ -28,7 +28,7 @@ from .evaluation import gathering
 from .leaving import end_quietly
 from .optimizers import common_scaler, scheduling, watch_steps
 from .overrides import override
-from .planning import plan_for
+from .planning import convert_as, device_of, mesh_of
 from .states import keep_state
 
 
@@ -46,6 +46,7 @@ class OasesPlugin(OasesConfig):
     def install(self, accelerator: Accelerator, model: PreTrainedModel) -> PreTrainedModel:
         """Convert ``model`` in place and take over what ``accelerator`` would do wrongly; all ranks call it.
 
+        A model of ``load_pretrained`` is converted already, and stays as it is.
         Call it before the optimizer is made and before ``accelerator.prepare``. Returns ``model``, on
         the accelerator's device.
 
@@ -53,25 +54,17 @@ class OasesPlugin(OasesConfig):
             ConfigError: ranks, settings and model do not go together.
             UnsupportedModelError: the model cannot be sharded.
         """
-        check_plain(model)
         _check_accelerator(accelerator)
-        family_of(model.config)
-        given = self.load_plan()
-        degree = self.degree if isinstance(self.degree, int) else None
-        mesh = Mesh.build(self.tmp_size or degree or (given.tmp_size if given else None))
-        plan = plan_for(model, accelerator, mesh, self)
-        state = convert(
-            model,
-            mesh,
-            plan,
-            gather_logits=bool(self.gather_logits),
-            defer_weight_grads=bool(self.defer_weight_grads),
-        )
-        model.to(accelerator.device)  # sharded first: the whole model may not fit
-        if mesh.tmp.size > 1 and state.sharded_fraction == 0.0:
-            raise UnsupportedModelError(
-                f"nothing of {type(model).__name__} was sharded; its declaration matches no layer"
-            )
+        state = getattr(model, "oases", None)
+        if isinstance(state, Converted) and state.loaded_with is not None:
+            self.check_same(state.loaded_with)
+            state.loaded_with = None
+        else:
+            check_plain(model)
+            family_of(model.config)
+            state = convert_as(self, model, mesh_of(self), accelerator)
+        mesh = state.mesh
+        cast(nn.Module, model).to(device_of(accelerator))  # sharded first: the whole model may not fit
         _neutralise(model)
         _tell_accelerate(accelerator, model, mesh)
         _take_over(accelerator, model, state)

@@ -8,12 +8,13 @@ from typing import Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from transformers import PreTrainedModel
 
 from ..config import OasesConfig
-from ..convert import block_count, describe
-from ..errors import ConfigError
+from ..convert import block_count, convert, describe
+from ..errors import ConfigError, UnsupportedModelError
+from ..models.converted import Converted
 from ..parallel.mesh import Mesh
 from ..plan import Plan, Recompute, ShardOptimizer, check_schedule_name
 from ..planner import Problem, explain, plan_of, solve
@@ -24,7 +25,50 @@ SPARE = 0.92
 """The part of a device's memory that a plan may use: contexts, libraries and fragmentation take the rest."""
 
 
-def plan_for(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh, config: OasesConfig) -> Plan:
+def mesh_of(config: OasesConfig) -> Mesh:
+    """The mesh of the ranks that ``config`` asks for; every rank must call it."""
+    given = config.load_plan()
+    degree = config.degree if isinstance(config.degree, int) else None
+    return Mesh.build(config.tmp_size or degree or (given.tmp_size if given else None))
+
+
+def device_of(state: Accelerator | PartialState) -> torch.device:
+    """Its device. Accelerate numbers the CPU too, and moving to ``cpu:0`` what is on the CPU copies it."""
+    device: torch.device = state.device
+    return torch.device("cpu") if device.type == "cpu" else device
+
+
+def convert_as(
+    config: OasesConfig, model: PreTrainedModel, mesh: Mesh, accelerator: Accelerator | None, *, unread: bool = False
+) -> Converted:
+    """Convert ``model`` as ``config`` asks for; every rank must call it.
+
+    Args:
+        config: the settings.
+        model: whole, or without weights when ``unread``.
+        mesh: of :func:`mesh_of`.
+        accelerator: that trains it: ``degree="auto"``, which alone needs it, measures in its precision.
+        unread: the parameters are meta tensors.
+
+    Raises:
+        ConfigError: no plan fits into memory, or ranks, settings and model do not go together.
+        UnsupportedModelError: the model cannot be sharded.
+    """
+    plan = plan_for(model, accelerator, mesh, config)
+    state = convert(
+        model,
+        mesh,
+        plan,
+        gather_logits=bool(config.gather_logits),
+        defer_weight_grads=bool(config.defer_weight_grads),
+        unread=unread,
+    )
+    if mesh.tmp.size > 1 and state.sharded_fraction == 0.0:
+        raise UnsupportedModelError(f"nothing of {type(model).__name__} was sharded; its declaration matches no layer")
+    return state
+
+
+def plan_for(model: PreTrainedModel, accelerator: Accelerator | None, mesh: Mesh, config: OasesConfig) -> Plan:
     """The plan that ``config`` asks for; every rank must call it, and gets the same.
 
     Raises:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..config import OasesConfig
 from ..errors import UnsupportedModelError
 from ..parallel.gradients import GradientSync
 from ..parallel.link import Dropout
@@ -33,6 +34,7 @@ class Converted:
         dropout: where the model is in what its masks are drawn from.
         use_cache: what the config said before, to be written with an export.
         layouts: how each parameter, by its name in ``state_dict``, is spread over the TMP world.
+        loaded_with: the settings of ``load_pretrained``, until an Accelerator trains the model.
     """
 
     mesh: Mesh
@@ -45,6 +47,7 @@ class Converted:
     gradients: GradientSync
     vocabulary: Vocabulary
     dropout: Dropout
+    loaded_with: OasesConfig | None = None
 
     @property
     def sharded_fraction(self) -> float:

@@ -25,11 +25,14 @@ def _digest(tensor: Tensor) -> list[int]:
 def make_equal(model: nn.Module, mesh: Mesh) -> list[str]:
     """Overwrite parameters and buffers that differ from rank 0's with rank 0's; returns their names.
 
-    They differ when ranks initialise new weights from different seeds.
+    They differ when ranks initialise new weights from different seeds. Meta tensors are passed over: they have none.
     """
     if mesh.control.group is None:
         return []
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = {name: tensor for name, tensor in everything.items() if not tensor.is_meta}
+    if not tensors:
+        return []
     digests = torch.tensor([_digest(tensor) for tensor in tensors.values()], dtype=torch.int64)
     everyone = torch.stack(mesh.control.all_gather(digests))
     differing = (everyone != everyone[0]).any(0).any(-1).tolist()

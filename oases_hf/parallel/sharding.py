@@ -7,7 +7,7 @@ rows.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -95,6 +95,19 @@ class Slice:
         for span, piece in zip(self.spans, part.split(sizes, self.dim), strict=True):
             full.narrow(self.dim, span.lo, span.size).copy_(piece)
 
+    def rows(self, lo: int, hi: int) -> Slice:
+        """What it is of the rows ``[lo, hi)`` of the full tensor alone."""
+        if self.dim:
+            return self
+        clipped = (Span(max(span.lo, lo) - lo, min(span.hi, hi) - lo) for span in self.spans)
+        return Slice(0, tuple(span for span in clipped if span.size > 0))
+
+    def own_rows(self, lo: int, hi: int) -> Span:
+        """Which of the rows of the part these are; the spans must be in ascending order."""
+        if self.dim:
+            return Span(lo, hi)
+        return Span(self.rows(0, lo).size, self.rows(0, hi).size)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -142,6 +155,10 @@ class Layout:
     def local(self, full: Tensor, rank: int) -> Tensor:
         """The part of ``full`` that ``rank`` holds; a copy when sharded."""
         return self.slices[rank].of(full) if self.slices else full
+
+    def rows(self, lo: int, hi: int) -> Layout:
+        """How the rows ``[lo, hi)`` of the tensor are spread."""
+        return replace(self, shape=(hi - lo, *self.shape[1:]), slices=tuple(each.rows(lo, hi) for each in self.slices))
 
     @property
     def numel(self) -> int:

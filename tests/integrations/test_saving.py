@@ -14,15 +14,21 @@ import torch
 import torch.distributed as dist
 import transformers
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel, Trainer
 
 from oases_hf import Plan, save_pretrained
+from oases_hf.checkpoint import export as export_module
+from oases_hf.checkpoint import load_export, save_state
 from oases_hf.checkpoint.files import TensorFile
+from oases_hf.checkpoint.merging import merge
+from oases_hf.convert import block_count
 from oases_hf.models.converted import converted
 from oases_hf.parallel import mesh as mesh_module
 from oases_hf.profiler.stopwatch import peak_bytes
 
+from ..families import FAMILIES
 from ..parallel import parallel
 from ..ranks import Worlds
 from ..tiny import tiny_llama
@@ -123,6 +129,38 @@ def untouched() -> None:
     with safe_open("export/model.safetensors", "pt") as file:
         assert file.get_slice("model.embed_tokens.weight").get_shape() == [99, 32]
         assert file.get_slice("lm_head.weight").get_shape() == [99, 32]
+
+
+def files_of(folder: str | Path) -> dict[str, Tensor]:
+    """The tensors of a folder's files, by their names there."""
+    return {name: tensor for file in Path(folder).glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def written(family: str, alone: str, piece_bytes: int) -> None:
+    """On a rank: every way to write a model gives the tensors that Hugging Face writes, and one way reads them."""
+    model = FAMILIES[family].model()
+    blocks = block_count(model)
+    parallel(model, 4, degrees=[2, 4][:blocks] + [4] * (blocks - 2) if blocks > 1 else [4])
+    expected = files_of(alone)
+    with mock.patch.object(export_module, "GATHERED_BYTES", piece_bytes):
+        save_pretrained(model, "export", max_shard_size="20KB")
+    save_state(model, [], Path("state"), lambda folder: None)
+    if dist.get_rank() == 0:
+        assert_equal(files_of("export"), expected)
+        merge(Path("state"), Path("merged"))
+        assert_equal(files_of("merged"), expected)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    load_export(model, Path(alone))
+    assert_equal(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("piece_bytes", [500, 2**26], ids=["in pieces", "whole"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_files_are_those_of_one_process(ranks: Worlds, tmp_path: Path, family: str, piece_bytes: int) -> None:
+    FAMILIES[family].model().save_pretrained(tmp_path)
+    ranks(4).run(written, family, str(tmp_path), piece_bytes)
 
 
 def test_uneven_heads_and_ties(ranks: Worlds) -> None:

@@ -1,0 +1,161 @@
+"""A pretrained model of which every rank reads its part only.
+
+It is made without weights, split as its plan says, and each rank then reads the slices that it holds.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from torch.utils import swap_tensors
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from ..errors import CheckpointError
+from ..models.converted import converted
+from .agreement import agree, noting
+from .export import named_tensors
+from .names import found_under
+from .places import read_part
+from .stored import Stored
+
+log = logging.getLogger(__name__)
+
+
+class Pretrained:
+    """The weights of a model that was made without any.
+
+    Args:
+        model: on the meta device.
+        stored: tensors of this model, of its base model, or of a model that has it as its base.
+        where: what messages call them.
+
+    Attributes:
+        missing: what ``model`` has and ``stored`` has not.
+        unexpected: the other way round.
+
+    Raises:
+        CheckpointError: nothing of the model is there, or a tensor is of another shape.
+    """
+
+    def __init__(self, model: PreTrainedModel, stored: Stored, where: Path) -> None:
+        self._model, self._stored, self._where = model, stored, where
+        found = found_under(model, stored.parts)
+        self._keys: dict[str, str] = {}
+        self.missing: list[str] = []
+        for names, tensor in named_tensors(model):
+            key = next((found[name] for name in names if name in found), None)
+            if key is None:
+                self.missing.append(names[0])
+                continue
+            self._keys[names[0]] = key
+            shape = stored.parts[key][0].shape
+            if shape != tuple(tensor.shape):
+                raise CheckpointError(
+                    f"{where}: {key} has shape {shape}, and {names[0]} of {type(model).__name__} has "
+                    f"{tuple(tensor.shape)}; load a config that fits, or another model class"
+                )
+        if not self._keys:
+            raise CheckpointError(
+                f"{where} has nothing of {type(model).__name__}: it has {', '.join(list(stored.parts)[:3])}, …; "
+                f"choose the folder of such a model"
+            )
+        self.missing = _without(self.missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
+        unexpected = stored.parts.keys() - set(found.values())
+        self.unexpected = _without(sorted(unexpected), getattr(model, "_keys_to_ignore_on_load_unexpected", None))
+
+    def report(self) -> None:
+        """Warn of what is missing, and of what is there for nothing."""
+        name = type(self._model).__name__
+        if self.missing:
+            log.warning(
+                "%s has no %s: initialised at random, train it before you use the %s",
+                *(self._where, ", ".join(self.missing), name),
+            )
+        if self.unexpected:
+            log.warning("%s has %s, which %s has no use for", self._where, ", ".join(self.unexpected), name)
+
+    def initialise_missing(self) -> None:
+        """Give whole random weights to what is missing, as Hugging Face does, before the model is split."""
+        missing = set(self.missing)
+        for module_name, module in self._model.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                if f"{module_name}.{name}" in missing:
+                    whole = torch.empty_like(parameter, device="cpu")
+                    module._parameters[name] = nn.Parameter(whole, parameter.requires_grad)
+                else:
+                    parameter._is_hf_initialized = True
+        if missing:
+            self._model.initialize_weights()
+            self._model.tie_weights()
+
+    def read_into(self, device: torch.device) -> None:
+        """Give the converted model its weights, on ``device``; every rank must call it.
+
+        The ranks read in one order, so that what several of them read comes from the disk once.
+
+        Raises:
+            CheckpointError: a file cannot be read; all ranks raise.
+        """
+        state, failures = converted(self._model), list[Exception]()
+        with noting(failures), torch.no_grad():
+            for names, tensor in named_tensors(self._model):
+                key = self._keys.get(names[0])
+                if key is not None:
+                    part = read_part(self._stored, key, state, names[0], tensor)
+                    _replace(tensor, torch.empty_like(tensor, device=device).copy_(part))
+        agree(state.mesh, failures, f"{self._where} cannot be loaded")
+        self._stored.close()
+
+
+def without_weights(auto_class: type, config: PretrainedConfig, dtype: torch.dtype, **settings: Any) -> PreTrainedModel:
+    """A model whose parameters are meta tensors, and whose buffers are real.
+
+    Args:
+        auto_class: one of transformers' ``AutoModel…`` classes, or a model class.
+        config: of the model.
+        dtype: of its parameters.
+        **settings: of the model class.
+    """
+    make = getattr(auto_class, "from_config", None) or auto_class._from_config  # type: ignore[attr-defined]
+    with init_empty_weights(), no_init_weights():
+        model: PreTrainedModel = make(config, dtype=dtype, **settings)
+    model.tie_weights()
+    model.eval()
+    return model
+
+
+def dtype_of(dtype: str | torch.dtype, config: PretrainedConfig, stored: Stored) -> torch.dtype:
+    """What ``from_pretrained`` would take: for ``auto`` that of the config, or else of the first weights."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype != "auto":
+        named = getattr(torch, dtype, None)
+        if not isinstance(named, torch.dtype):
+            raise CheckpointError(f"dtype={dtype!r} is no type of torch; choose auto, float32, bfloat16 or float16")
+        return named
+    if isinstance(config.dtype, torch.dtype):
+        return config.dtype
+    kinds = (stored.dtype(name) for name in stored.parts)
+    return next((kind for kind in kinds if kind.is_floating_point), torch.get_default_dtype())
+
+
+def _without(names: Iterable[str], patterns: Iterable[str] | None) -> list[str]:
+    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns or ())]
+
+
+def _replace(tensor: Tensor, real: Tensor) -> None:
+    """Let a tensor of a model be ``real``: the same object, since others hold on to it."""
+    if isinstance(tensor, nn.Parameter):
+        swap_tensors(tensor, nn.Parameter(real, tensor.requires_grad))
+    else:
+        tensor.copy_(real)
