@@ -25,7 +25,7 @@ from ..models import family_of
 from ..models.converted import Converted
 from ..parallel.mesh import Mesh
 from .evaluation import gathering
-from .leaving import end_quietly
+from .leaving import end_together
 from .optimizers import common_scaler, scheduling, watch_steps
 from .overrides import override
 from .planning import convert_as, device_of, mesh_of
@@ -70,7 +70,6 @@ class OasesPlugin(OasesConfig):
         _take_over(accelerator, model, state)
         if mesh.world.size > 1:
             watch_steps(state)
-        end_quietly()
         if mesh.world.rank == 0:
             print(banner(model, state), flush=True)
         return model
@@ -180,7 +179,7 @@ def _take_over(accelerator: Accelerator, model: PreTrainedModel, state: Converte
 
 def _backward(accelerator: Accelerator, model: PreTrainedModel, state: Converted) -> Callable[..., None]:
     own = accelerator.backward
-    held = 0
+    held, progress = 0, end_together()
 
     @contextmanager
     def no_sync() -> Iterator[None]:
@@ -200,6 +199,7 @@ def _backward(accelerator: Accelerator, model: PreTrainedModel, state: Converted
         own(loss, **kwargs)
         if stepping:
             gradients.finish()
+            progress.step += 1
         elif gradients.eager:
             gradients.hand_over()
 

@@ -1,35 +1,118 @@
-"""The end of a rank's process."""
+"""The end of a rank's process, and of the others' when it ends out of order."""
 
 from __future__ import annotations
 
 import atexit
+import os
+import select
+import socket
 import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-from ..parallel.mesh import note_end
+from ..parallel.mesh import ended
+
+GRACE_S = 3.0
+"""For the error that a rank finds by itself when another is gone: it has a traceback, and says less."""
+
+SOON_S = 1.0
+"""In which a rank that fails since another is gone learns of that."""
+
+
+@dataclass
+class Progress:
+    """Where a process is.
+
+    Attributes:
+        step: the optimizer step that runs, counted from 1.
+    """
+
+    step: int = 1
 
 
 @cache
-def end_quietly() -> None:
-    """Leave the process group in order when the process ends; after an error, leave at once and say which rank."""
+def end_together() -> Progress:
+    """Leave the process group in order when this process ends; end it soon when another rank fails or is killed.
+
+    A rank that is gone leaves the others in collectives that last for minutes, or for ever. So each watches those on
+    its machine; launchers watch the other machines. Returns what the caller is to keep up to date.
+    """
+    progress = Progress()
     if not dist.is_initialized():
-        return
-    own_hook, rank = sys.excepthook, dist.get_rank()
-    failed = False
+        return progress
+    own_hook, rank, store = sys.excepthook, dist.get_rank(), distributed_c10d._get_default_store()
+    failed, judged = False, threading.Event()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         nonlocal failed
         failed = True
         own_hook(kind, error, trace)
-        print(f"oases: rank {rank} failed: {kind.__name__}: {error}", file=sys.stderr, flush=True)
+        said = f"failed in step {progress.step}: {kind.__name__}: {error}"
+        print(f"oases: rank {rank} {said}", file=sys.stderr, flush=True)
+        with suppress(RuntimeError):  # who keeps it is gone
+            store.set(_failed(rank), said)
+        judged.wait(SOON_S)  # if it is for another's end, say so
 
     def leave() -> None:
-        if dist.is_initialized() and not failed:
-            note_end(rank)
+        if failed:
+            return
+        with suppress(RuntimeError):
+            store.set(ended(rank), "")
+        if dist.is_initialized():
             dist.destroy_process_group()
 
     sys.excepthook = hook
     atexit.register(leave)
+    if hasattr(os, "pidfd_open"):
+        store.set(_process(rank), f"{os.getpid()} {socket.gethostname()}")
+        arguments = (rank, dist.get_world_size(), store, progress, judged)
+        threading.Thread(target=_watch, args=arguments, daemon=True, name="oases-watch").start()
+    return progress
+
+
+def _watch(rank: int, size: int, store: Any, progress: Progress, judged: threading.Event) -> None:
+    """Wait for the end of the other processes on this machine."""
+    ends, others = select.poll(), dict[int, int]()
+    for other in range(size):
+        pid, host = store.get(_process(other)).decode().split(maxsplit=1)
+        if other != rank and host == socket.gethostname():
+            with suppress(OSError):  # of another container
+                others[descriptor := os.pidfd_open(int(pid))] = other
+                ends.register(descriptor, select.POLLIN)
+    while others:
+        for descriptor, _ in ends.poll():
+            ends.unregister(descriptor)
+            os.close(descriptor)
+            if said := _judged(others.pop(descriptor), store, progress):
+                print(f"oases: {said}; rank {rank} ends with it", file=sys.stderr, flush=True)
+                judged.set()
+                time.sleep(GRACE_S)
+                os._exit(1)
+
+
+def _judged(other: int, store: Any, progress: Progress) -> str | None:
+    """How a rank has ended; None if in order, or if that is not known."""
+    try:
+        if store.check([ended(other)]):
+            return None
+        if store.check([_failed(other)]):
+            return f"rank {other} {store.get(_failed(other)).decode()}"
+    except RuntimeError:  # it kept the store, which would tell
+        return None
+    return f"rank {other} was killed in step {progress.step}"
+
+
+def _process(rank: int) -> str:
+    return f"oases/process/{rank}"
+
+
+def _failed(rank: int) -> str:
+    return f"oases/failed/{rank}"

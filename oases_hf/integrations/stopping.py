@@ -13,6 +13,7 @@ import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..parallel.mesh import Axis
+from .leaving import end_together
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -40,6 +41,12 @@ class StopOnSignal(TrainerCallback):
         self._noted = self._agreed = 0
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Let messages say which step it is; resumed training does not begin with the first."""
+        end_together().step = state.global_step + 1
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Agree on whether to stop; then save, and evaluate no more."""

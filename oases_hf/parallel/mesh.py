@@ -247,7 +247,7 @@ class Mesh:
         store.set(places[self.world.rank], what)
         deadline = time.monotonic() + RENDEZVOUS_TIMEOUT_S
         while absent := [rank for rank, place in places.items() if not store.check([place])]:
-            gone = [rank for rank in absent if store.check([_ended(rank)])]
+            gone = [rank for rank in absent if store.check([ended(rank)])]
             if gone or time.monotonic() > deadline:
                 # Whoever comes later waits for this rank again.
                 store.delete_key(places[self.world.rank])
@@ -261,12 +261,8 @@ class Mesh:
                 store.wait([places[absent[0]]], timedelta(seconds=min(POLL_S, RENDEZVOUS_TIMEOUT_S)))
 
 
-def note_end(rank: int) -> None:
-    """Let ranks that wait for this one know that it ends."""
-    distributed_c10d._get_default_store().set(_ended(rank), "")
-
-
-def _ended(rank: int) -> str:
+def ended(rank: int) -> str:
+    """The entry of the store by which a rank lets others know that it ends in order."""
     return f"oases/ended/{rank}"
 
 

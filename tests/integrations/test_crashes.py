@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -23,10 +24,11 @@ from oases_hf.errors import CheckpointError
 from oases_hf.integrations.resuming import last_checkpoint
 from oases_hf.models.converted import converted
 
-from ..launch import run_launcher
+from ..launch import launch, run_launcher
 from ..ranks import Worlds
-from .fitting import Task, build
+from .fitting import Task, build, fit
 from .killing import SAVING, check, in_a_child, restore, trained
+from .test_saving import assert_equal
 
 CRASHED = 2
 
@@ -109,6 +111,48 @@ def test_a_crash_behind_every_call(tmp_path: Path) -> None:
 def test_kills_in_the_midst_of_saves(tmp_path: Path) -> None:
     hits = int(in_a_process(tmp_path, "killing.kill(10)[0]"))
     assert hits >= 9
+
+
+KILLED_RANK = """
+import os, signal, sys
+from unittest import mock
+from oases_hf.checkpoint import files, manifest, state
+from tests.integrations.fitting import Task, build
+
+places = {"files": files.TensorFile, "manifest": manifest.Manifest, "state": state}
+victim, place, name = int(sys.argv[1]), places[sys.argv[2]], sys.argv[3]
+trainer = build(Task({"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "max_steps": 3}), {})
+
+def kill(*args, **kwargs):
+    if trainer.state.global_step == 2 and trainer.args.process_index == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return own(*args, **kwargs)
+
+own = getattr(place, name)
+with mock.patch.object(place, name, kill):
+    trainer.train()
+"""
+
+
+@pytest.mark.parametrize(
+    ("victim", "module", "name"),
+    [(0, "files", "add"), (1, "files", "add"), (0, "manifest", "write"), (0, "state", "_publish")],
+    ids=["its file, rank 0", "its file, rank 1", "the manifest", "the name"],
+)
+def test_a_rank_that_is_killed_before_it_writes(
+    ranks: Worlds, tmp_path: Path, victim: int, module: str, name: str
+) -> None:
+    """The other one ends too, and training goes on from the checkpoint before to what it would have come to."""
+    script = tmp_path / "script.py"
+    script.write_text(f"import os; os.chdir({str(tmp_path)!r})\n{KILLED_RANK}")
+    done = launch(2, [script, str(victim), module, name])
+    assert done[victim].returncode == -signal.SIGKILL
+    assert done[1 - victim].returncode not in (0, -signal.SIGKILL)
+    last = last_checkpoint(tmp_path / "out")
+    assert last == str(tmp_path / "out" / "checkpoint-1")
+    task = Task({"max_steps": 3}, exact=False)
+    for resumed, through in zip(ranks(2).run(fit, task, {}, last), ranks(2).run(fit, task, {}), strict=True):
+        assert_equal(resumed.end, through.end)
 
 
 def cut(file: Path) -> None:

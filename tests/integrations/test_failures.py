@@ -129,11 +129,10 @@ def test_all_ranks_end_when_one_raises(tmp_path: Path) -> None:
     """Case 20, with two TMP worlds."""
     done = launch(4, [script(tmp_path, FAILING)])
     assert seconds_since_it_raised(done[1].stdout) < LIMIT_S
-    for rank, process in enumerate(done):
+    for process in done:
         assert process.returncode != 0
         assert "went on" not in process.stdout
-        assert f"oases: rank {rank} failed: " in process.stderr
-    assert "oases: rank 1 failed: ValueError: no luck in step 2" in done[1].stderr
+        assert "oases: rank 1 failed in step 2: ValueError: no luck in step 2" in process.stderr
     assert "in on_step_begin" in done[1].stderr
 
 
@@ -165,7 +164,7 @@ def test_accelerate_launch_ends_when_one_raises(tmp_path: Path) -> None:
     assert seconds_since_it_raised(done.stdout) < LIMIT_S
     assert done.returncode != 0
     assert "went on" not in done.stdout
-    assert "oases: rank 1 failed: ValueError: no luck in step 2" in done.stderr
+    assert "oases: rank 1 failed in step 2: ValueError: no luck in step 2; rank 0 ends with it" in done.stderr
 
 
 def test_unrelated_processes_are_refused(tmp_path: Path) -> None:
@@ -174,3 +173,42 @@ def test_unrelated_processes_are_refused(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert "went on" not in done.stdout
     assert "2 processes were started, and this Accelerator runs as a single one" in done.stderr
+
+
+KILLED = """
+import os, signal, sys, time
+from transformers import TrainerCallback
+from tests.integrations.fitting import Task, build
+
+victim, stuck = int(sys.argv[1]), sys.argv[2] == "stuck"
+
+class Kill(TrainerCallback):
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            if args.process_index == victim:
+                print(f"raised at {time.time():.3f}", flush=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if stuck:  # as in a collective of NCCL, which does not notice
+                time.sleep(1000)
+
+trainer = build(Task({"max_steps": 1000}), {})
+trainer.add_callback(Kill())
+trainer.train()
+"""
+
+
+@pytest.mark.parametrize("how", ["waiting", "stuck"])
+def test_all_ranks_end_when_one_is_killed(tmp_path: Path, how: str) -> None:
+    done = launch(3, [script(tmp_path, KILLED), "1", how])
+    assert seconds_since_it_raised(done[1].stdout) < LIMIT_S
+    for rank in (0, 2):
+        assert done[rank].returncode not in (0, -signal.SIGKILL)
+        assert f"oases: rank 1 was killed in step 3; rank {rank} ends with it" in done[rank].stderr
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_accelerate_launch_ends_when_one_is_killed(tmp_path: Path, victim: int) -> None:
+    done = run_launcher(accelerate(script(tmp_path, KILLED), str(victim), "stuck"))
+    assert seconds_since_it_raised(done.stdout) < LIMIT_S
+    assert done.returncode != 0
+    assert f"oases: rank {victim} was killed in step 3; rank {1 - victim} ends with it" in done.stderr
