@@ -34,10 +34,11 @@ _READ: dict[str, Callable[[str], Any]] = {
     "gather_logits": _flag,
     "shard_optimizer": str,
     "plan": str,
+    "ignore_failed_saves": _flag,
 }
 
-OF_WORKLOAD = frozenset({"memory_gib", "batch_size", "sequence_length"})
-"""Settings that say nothing of what the plan is, only how it is found."""
+NOT_OF_THE_MODEL = frozenset({"memory_gib", "batch_size", "sequence_length", "ignore_failed_saves"})
+"""Settings that say nothing of what a model is converted to."""
 
 
 @dataclass
@@ -65,6 +66,8 @@ class OasesConfig:
         memory_gib: with ``degree="auto"``, what a rank may use, in GiB. Default: nearly all of its device.
         batch_size: with ``degree="auto"``, rows of a micro-batch; OasesCallback knows it.
         sequence_length: with ``degree="auto"``, tokens of a row; OasesCallback looks at the first sample.
+        ignore_failed_saves: with Trainer, train on when a checkpoint cannot be written, as on a full disk, instead of
+            raising CheckpointError; the one before stays.
 
     Raises:
         ConfigError: a setting cannot be read, or settings contradict each other.
@@ -82,6 +85,7 @@ class OasesConfig:
     memory_gib: float | None = None
     batch_size: int | None = None
     sequence_length: int | None = None
+    ignore_failed_saves: bool | None = None
 
     def __post_init__(self) -> None:
         """Fill in from the environment, and check what can be checked without ranks and a model."""
@@ -128,7 +132,7 @@ class OasesConfig:
         """Raise ConfigError where a setting says otherwise than ``loaded``, by which a model is sharded already."""
         for setting in fields(self):
             ours, theirs = getattr(self, setting.name), getattr(loaded, setting.name)
-            if setting.name not in OF_WORKLOAD and ours not in (None, theirs):
+            if setting.name not in NOT_OF_THE_MODEL and ours not in (None, theirs):
                 raise ConfigError(
                     f"{setting.name}={ours!r}, and the model was loaded with {setting.name}={theirs!r}: it is sharded "
                     f"already; give settings to load_pretrained only"

@@ -3,10 +3,11 @@
 from .export import full_state_dict, save_pretrained
 from .plain import load_export, load_plain_optimizer
 from .reading import Checkpoint
-from .state import save_state
+from .state import finish, save_state
 
 __all__ = [
     "Checkpoint",
+    "finish",
     "full_state_dict",
     "load_export",
     "load_plain_optimizer",

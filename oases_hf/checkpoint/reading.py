@@ -18,6 +18,7 @@ from .agreement import together
 from .export import unique_tensors
 from .manifest import Manifest
 from .places import OPTIMIZER, PARAMETERS, RANDOM, parameter_names, read_part
+from .state import finish
 from .stored import Stored
 
 SETTINGS_OF_KERNELS = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -39,10 +40,16 @@ class Checkpoint:
         self._model, self._state, self._folder = model, converted(model), folder
         world = self._state.mesh.world
         with self._together():
+            if world.rank == 0:
+                finish(folder)
+        with self._together():
             self.manifest = Manifest.read(folder)
             for name in sorted(self.manifest.files)[world.rank :: world.size]:
                 self.manifest.check_content(folder, name)
             self._stored = Stored(self.manifest.tensor_files(folder))
+            self._beginning: dict[str, list[str]] = {}  # names, by all but the last of their parts
+            for name in self._stored.parts:
+                self._beginning.setdefault(name.rpartition("/")[0], []).append(name)
 
     def load_parameters(self) -> None:
         """Overwrite the parameters and buffers of the model; raises CheckpointError when one is missing."""
@@ -65,9 +72,8 @@ class Checkpoint:
         A rank beyond those that wrote the checkpoint goes on like one of them.
         """
         with self._together():
-            begin = f"{RANDOM}/{self._state.mesh.world.rank % self.manifest.world_size}/"
-            kinds = (name.removeprefix(begin) for name in self._stored.parts if name.startswith(begin))
-            random_state.restore({kind: self._stored.read(begin + kind) for kind in kinds})
+            stored = self._beginning.get(f"{RANDOM}/{self._state.mesh.world.rank % self.manifest.world_size}", [])
+            random_state.restore({each.rpartition("/")[2]: self._stored.read(each) for each in stored})
             self._state.dropout.restore(self.manifest.dropout)
 
     def _optimizer_state(self, optimizer: Optimizer, number: int) -> dict[str, Any]:
@@ -105,9 +111,8 @@ class Checkpoint:
 
     def _moments(self, number: int, name: str) -> dict[str, Tensor]:
         """What the optimizer keeps of a parameter; nothing of one that it never stepped."""
-        begin = f"{OPTIMIZER}/{number}/{name}/"
-        stored = [each for each in self._stored.parts if each.startswith(begin)]
-        return {each.removeprefix(begin): self._moment(each, name).clone() for each in stored}
+        stored = self._beginning.get(f"{OPTIMIZER}/{number}/{name}", [])
+        return {each.rpartition("/")[2]: self._moment(each, name).clone() for each in stored}
 
     def _moment(self, stored: str, name: str) -> Tensor:
         if not self._stored.parts[stored][0].shape:

@@ -28,7 +28,7 @@ from . import random_state
 from .agreement import FREE_SPACE, together
 from .export import save_config, unique_tensors
 from .files import TensorFile, Written, digest, sync_file, sync_folder
-from .manifest import Manifest
+from .manifest import Manifest, is_whole
 from .names import names_in_exports
 from .places import OPTIMIZER, PARAMETERS, RANDOM, parameter_names, place_of
 from .stored import PLACES, place_text
@@ -81,7 +81,7 @@ def save_state(
     names = parameter_names(model)
     with together(mesh, what, FREE_SPACE):
         groups = [_groups(optimizer, names) for optimizer in optimizers]
-        entries = list(_entries(model, state, optimizers, names))
+        entries = sorted(_entries(model, state, optimizers, names), key=lambda each: -each.tensor.element_size())
         file = folder / f"oases-{world.rank:05}-of-{world.size:05}.safetensors"
         written = {file.name: _write(file, entries)}
     everywhere = mesh.from_all(written)
@@ -102,6 +102,12 @@ def save_state(
 def unfinished(folder: Path) -> Path:
     """Where a checkpoint is written until it is whole."""
     return folder.parent / ".unfinished" / folder.name
+
+
+def finish(folder: Path) -> None:
+    """Give a checkpoint that is whole its name, if a crash kept it from that: one rank calls it, before loading."""
+    if not folder.exists() and is_whole(unfinished(folder)):
+        _publish(unfinished(folder), folder)
 
 
 def _publish(whole: Path, final: Path) -> None:
@@ -144,7 +150,7 @@ def _moments(
     for key, value in kept.items():
         if value is None:
             continue
-        if not torch.is_tensor(value) or value.shape not in (parameter.shape, torch.Size()):
+        if not storable(parameter, value):
             raise CheckpointError(
                 f"{type(optimizer).__name__} keeps {key} of {name} as {_described(value)}: only tensors of the "
                 f"parameter's shape, and single numbers as tensors, can be split for other ranks"
@@ -153,6 +159,11 @@ def _moments(
             yield _entry(state, f"{begin}/{key}", name, value)
         else:
             yield Entry(f"{begin}/{key}", value, (), None)
+
+
+def storable(parameter: Tensor, value: object) -> bool:
+    """Whether what an optimizer keeps of ``parameter`` can be split as that is."""
+    return value is None or (torch.is_tensor(value) and value.shape in (parameter.shape, torch.Size()))
 
 
 def _described(value: object) -> str:

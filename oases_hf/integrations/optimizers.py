@@ -17,6 +17,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ..checkpoint.state import storable
 from ..errors import BackwardError, CheckpointError, ConfigError
 from ..models.converted import Converted
 from .overrides import override
@@ -36,6 +37,7 @@ def watch_steps(state: Converted) -> None:
     """
     living = weakref.ref(state)  # the hook outlives the model
     seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+    kept: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         state = living()
@@ -61,6 +63,9 @@ def watch_steps(state: Converted) -> None:
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         state = living()
         overflow = getattr(optimizer, "found_inf", None)  # left by a scaler to fused kernels, which then do nothing
+        if state is not None and optimizer in seen and optimizer not in kept:
+            kept.add(optimizer)
+            _check_state(optimizer)
         if state is not None and not (overflow is not None and overflow.item()):
             state.gradients.ownership.broadcast(p for group in optimizer.param_groups for p in group["params"])
 
@@ -79,6 +84,19 @@ def _check_kind(kind: type[torch.optim.Optimizer], owned: bool) -> None:
         raise ConfigError(f"{name} looks at whole tensors, and ranks hold parts of them; use AdamW or SGD, for example")
     if not kind.__module__.startswith("torch.optim"):
         log.warning("%s steps on parts of tensors; right only if it treats every element alike (said once)", name)
+
+
+def _check_state(optimizer: torch.optim.Optimizer) -> None:
+    """Say at the first step, and not at the first save, that a state cannot be saved."""
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            if not storable(parameter, value):
+                log.warning(
+                    "%s keeps %s of parameters as something that cannot be split for other ranks: its checkpoints will "
+                    "be refused; use AdamW or SGD, or save_only_model=True",
+                    *(type(optimizer).__name__, key),
+                )
+                return
 
 
 def scheduling(accelerator: Accelerator, worlds: int) -> Callable[[LRScheduler], AcceleratedScheduler]:

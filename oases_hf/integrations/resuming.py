@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from ..checkpoint import Checkpoint, load_export, load_plain_optimizer, save_state
+from ..checkpoint import Checkpoint, finish, load_export, load_plain_optimizer, save_state
 from ..checkpoint.agreement import FREE_SPACE, noting, together
 from ..checkpoint.manifest import is_export, is_whole
 from ..checkpoint.state import unfinished
@@ -22,6 +22,7 @@ from ..errors import CheckpointError
 from ..models.converted import Converted
 from .optimizers import plain
 from .overrides import override, replaced
+from .stopping import StopOnSignal
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,8 @@ class TrainerCheckpoints:
         state: of the conversion.
         export: ``save_model``, which writes the model as Hugging Face does.
         save_processor: writes what is saved beside a model.
+        stopping: whether training ends for a signal.
+        ignore_failed_saves: go on without a checkpoint that cannot be written.
     """
 
     def __init__(
@@ -46,9 +49,12 @@ class TrainerCheckpoints:
         state: Converted,
         export: Export,
         save_processor: Callable[[Path], None],
+        stopping: StopOnSignal,
+        ignore_failed_saves: bool,
     ) -> None:
         self._trainer, self._model, self._state = trainer, model, state
         self._export, self._save_processor = export, save_processor
+        self._stopping, self._ignore_failed_saves = stopping, ignore_failed_saves
         self._failures: list[Exception] = []  # of what Trainer writes between its collectives
         self._beside: Path | None = None  # where a checkpoint is being written
         self._opened: tuple[Path, Checkpoint] | None = None
@@ -57,7 +63,7 @@ class TrainerCheckpoints:
             trainer,
             train=functools.partial(self._train, trainer.train),
             save_model=self._save_model,
-            _save_checkpoint=functools.partial(self._save_checkpoint, trainer._save_checkpoint),
+            _save_checkpoint=functools.partial(self._try_to_save, trainer._save_checkpoint),
             _save_optimizer_and_scheduler=self._save_scheduler,
             _save_rng_state=_nothing,
             _load_from_checkpoint=self._load_parameters,
@@ -79,6 +85,14 @@ class TrainerCheckpoints:
         elif self._trainer.args.should_save:
             with noting(self._failures):
                 self._save_processor(self._beside)
+
+    def _try_to_save(self, own: Callable[..., None], model: Any, trial: Any) -> None:
+        try:
+            self._save_checkpoint(own, model, trial)
+        except CheckpointError as error:  # on all ranks
+            if not self._ignore_failed_saves or self._stopping.agreed:
+                raise
+            log.error("training goes on without a checkpoint of step %s: %s", self._trainer.state.global_step, error)
 
     def _save_checkpoint(self, own: Callable[..., None], model: Any, trial: Any) -> None:
         """What Trainer saves goes to where the rest does, and is part of it; older checkpoints go only after that."""
@@ -185,11 +199,11 @@ class TrainerCheckpoints:
             return
         if saved.rows_per_step not in (None, rows):
             log.warning("a step has %s rows from here on, and had %s before", rows, saved.rows_per_step)
-        if saved.world_size != mesh.world.size:
+        if saved.world_size != mesh.world.size or tuple(saved.plan["degrees"]) != self._state.plan.degrees:
             log.warning(
-                "%s ranks go on from %s: random numbers, as of dropout, are others than without the interruption",
-                mesh.world.size,
-                saved.world_size,
+                "going on with another plan, or other ranks (%s now, %s before): random numbers, as of dropout, differ "
+                "from those of an uninterrupted run",
+                *(mesh.world.size, saved.world_size),
             )
 
 
@@ -199,6 +213,8 @@ def last_checkpoint(folder: Path) -> str | None:
     Raises:
         CheckpointError: there are some, and none is whole.
     """
+    for path in unfinished(folder / PREFIX_CHECKPOINT_DIR).parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        finish(folder / path.name)
     found = {
         int(step): path
         for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")

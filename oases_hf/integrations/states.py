@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from ..errors import CheckpointError
 from ..models.converted import Converted
 from .optimizers import plain
 from .overrides import override, replaced
+
+log = logging.getLogger(__name__)
 
 
 def keep_state(accelerator: Accelerator, model: PreTrainedModel, state: Converted) -> None:
@@ -53,6 +56,14 @@ def keep_state(accelerator: Accelerator, model: PreTrainedModel, state: Converte
         if input_dir is None:
             raise CheckpointError("accelerator.load_state: give input_dir, or turn on automatic_checkpoint_naming")
         checkpoint = Checkpoint(Path(input_dir), model)  # first: what is damaged leaves everything as it is
+        worlds = checkpoint.manifest.world_size // int(checkpoint.manifest.plan["tmp_size"])
+        if accelerator._schedulers and worlds != state.mesh.data.size and accelerator.is_main_process:
+            log.warning(
+                "%s data-parallel worlds go on from %s: schedulers step once for each of them, and so faster or slower "
+                "than before",
+                state.mesh.data.size,
+                worlds,
+            )
         with together(state.mesh, f"{input_dir} cannot be loaded"), _without(accelerator, model):
             own_load(input_dir, *args, **kwargs)
         checkpoint.load_parameters()

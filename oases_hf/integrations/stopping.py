@@ -25,12 +25,15 @@ class StopOnSignal(TrainerCallback):
 
     Args:
         control: the ranks.
+
+    Attributes:
+        agreed: the signal that all end for; 0 as long as there is none.
     """
 
     def __init__(self, control: Axis) -> None:
         self._control = control
         self._noted = 0  # written by the handler, at any time
-        self._agreed = 0
+        self.agreed = 0
         self._before: dict[signal.Signals, Any] = {}
 
     def on_train_begin(
@@ -38,7 +41,7 @@ class StopOnSignal(TrainerCallback):
     ) -> None:
         """Listen; Python lets only the main thread."""
         self._listen_no_more()  # after a run that failed
-        self._noted = self._agreed = 0
+        self._noted = self.agreed = 0
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
 
@@ -51,18 +54,18 @@ class StopOnSignal(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Agree on whether to stop; then save, and evaluate no more."""
         noted = torch.tensor([self._noted], dtype=torch.int64)
-        self._agreed = int(self._control.all_reduce(noted, dist.ReduceOp.MAX))
-        if self._agreed:
+        self.agreed = int(self._control.all_reduce(noted, dist.ReduceOp.MAX))
+        if self.agreed:
             if args.process_index == 0:
-                name = signal.Signals(self._agreed).name
+                name = signal.Signals(self.agreed).name
                 print(f"oases: {name}: saving step {state.global_step}, then ending", file=sys.stderr, flush=True)
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """End the process, if that was for a signal: what Trainer does at its end may take long, and delete this."""
-        if self._agreed:
-            sys.exit(128 + self._agreed)
+        if self.agreed:
+            sys.exit(128 + self.agreed)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

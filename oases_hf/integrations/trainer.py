@@ -79,7 +79,7 @@ class OasesCallback(TrainerCallback):
             settings["batch_size"] = settings["batch_size"] or trainer.args.train_batch_size
             settings["sequence_length"] = settings["sequence_length"] or _sequence_length(trainer)
         OasesPlugin(**settings).install(trainer.accelerator, model)
-        _take_over(trainer, model, converted(model))
+        _take_over(trainer, model, converted(model), bool(self.config.ignore_failed_saves))
         self._trainer = weakref.ref(trainer)
 
 
@@ -121,7 +121,7 @@ def _check_trainer(trainer: Trainer) -> None:
         raise ConfigError("the Trainer has wrapped the model (DeepSpeed, FSDP or DataParallel); run without that")
 
 
-def _take_over(trainer: Trainer, model: PreTrainedModel, state: Converted) -> None:
+def _take_over(trainer: Trainer, model: PreTrainedModel, state: Converted, ignore_failed_saves: bool) -> None:
     """Replace the methods of this Trainer that would be wrong on shards."""
     gather: Callable[..., Any] = trainer.accelerator.gather_for_metrics
     trainer.gather_function = functools.partial(gather, use_gather_object=trainer.args.eval_use_gather_object)
@@ -138,8 +138,9 @@ def _take_over(trainer: Trainer, model: PreTrainedModel, state: Converted) -> No
         _track_num_input_tokens=_counting_once(trainer, state.mesh.tmp.size),
     )
     export, processor = functools.partial(_save_model, trainer, model), functools.partial(_save_processor, trainer)
-    TrainerCheckpoints(trainer, model, state, export, processor)
-    trainer.add_callback(StopOnSignal(state.mesh.control))
+    stopping = StopOnSignal(state.mesh.control)
+    TrainerCheckpoints(trainer, model, state, export, processor, stopping, ignore_failed_saves)
+    trainer.add_callback(stopping)
 
 
 def _save_model(

@@ -2,8 +2,8 @@
 
     python -m tests.integrations.killing 1000
 
-Prints how many of the kills hit a save that had begun and not ended, and which checkpoints were there afterwards. Fails
-when one could not be loaded, or was not what was saved.
+Prints how many of the kills hit a save that had begun and not ended, and how often the last checkpoint was the old or
+the new one afterwards. Fails when it could not be loaded, or was not what was saved.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
+from oases_hf.checkpoint import Checkpoint
 from oases_hf.checkpoint.files import DurableFile
+from oases_hf.integrations.optimizers import plain
 from oases_hf.integrations.resuming import last_checkpoint
 
 from .fitting import Task, build, whole_parameters
@@ -34,13 +36,13 @@ SAVING = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 1, "max
 WROTE, ENDED = b".", b"e"
 
 
-def trained() -> tuple[Trainer, dict[str, Tensor], dict[str, Tensor]]:
-    """A Trainer about to save step 2, ``kept`` with the checkpoint of step 1, and the parameters of both."""
+def trained(step: int = 2) -> tuple[Trainer, dict[str, Tensor], dict[str, Tensor]]:
+    """A Trainer about to save a step, ``kept`` with the checkpoint of step 1, and the parameters of both."""
     trainer = build(Task(SAVING), {})
     trainer.train()
     before = whole_parameters(trainer)
     shutil.copytree("out", "kept")
-    trainer.state.global_step = 2
+    trainer.state.global_step = step
     with torch.no_grad():
         for parameter in cast(Any, trainer.model).parameters():
             parameter.add_(1.0)
@@ -86,18 +88,19 @@ def restore() -> None:
 
 
 def check(trainer: Trainer, before: dict[str, Tensor], after: dict[str, Tensor]) -> str:
-    """Load the last checkpoint, which must be one of two; returns which, and puts the parameters back."""
+    """Load the last checkpoint, which must be the old or the new one; returns which, and puts the parameters back."""
     folder = last_checkpoint(Path("out"))
     assert folder is not None
-    cast(Any, trainer)._load_from_checkpoint(folder)
-    trainer._load_optimizer_and_scheduler(folder)
+    checkpoint = Checkpoint(Path(folder), cast(Any, trainer.model))
+    checkpoint.load_parameters()
+    checkpoint.load_optimizer(plain(trainer.optimizer))
     now = whole_parameters(trainer)
-    expected = after if folder.endswith("2") else before
-    assert all(torch.equal(now[name], value) for name, value in expected.items()), folder
+    each = {"old": before, "new": after}
+    (found,) = [which for which, expected in each.items() if all(now[name].equal(expected[name]) for name in expected)]
     with torch.no_grad():
         for name, parameter in cast(Any, trainer.model).named_parameters():
             parameter.copy_(after[name])
-    return Path(folder).name
+    return found
 
 
 def kill(times: int, seed: int = 0) -> tuple[int, Counter[str]]:
@@ -127,5 +130,5 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         hits, found = kill(count)
-        print(f"{hits} of {count} kills hit a save; afterwards the last checkpoint was {dict(found)}, whole each time")
+        print(f"{hits} of {count} kills hit a save; the last checkpoint then was {dict(found)}, whole each time")
         os.chdir("/")

@@ -15,7 +15,8 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import Trainer
+from torch import Tensor
+from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import TrainerState
 
 from oases_hf.checkpoint.files import DurableFile
@@ -26,7 +27,7 @@ from oases_hf.models.converted import converted
 
 from ..launch import launch, run_launcher
 from ..ranks import Worlds
-from .fitting import Task, build, fit
+from .fitting import Task, build, fit, whole_parameters
 from .killing import SAVING, check, in_a_child, restore, trained
 from .test_saving import assert_equal
 
@@ -78,18 +79,18 @@ def save(trainer: Trainer, last: int | None) -> int:
     return code
 
 
-def crashes() -> int:
+def crashes(step: int) -> int:
     """In a process that can fork: crash behind every call of a save, and load what is there; returns how often."""
-    trainer, before, after = trained()
+    trainer, before, after = trained(step)
     count = save(trainer, None)
-    assert sorted(os.listdir("out")) == ["checkpoint-2"]
+    assert sorted(os.listdir("out")) == [f"checkpoint-{step}"]
     found = []
     for last in range(1, count + 1):
         restore()
         assert save(trainer, last) == CRASHED
         found.append(check(trainer, before, after))
-    assert found == sorted(found)
-    assert set(found) == {"checkpoint-1", "checkpoint-2"}
+    assert found == sorted(found, reverse=True)
+    assert set(found) == {"old", "new"}, found
     return count
 
 
@@ -104,8 +105,9 @@ def in_a_process(folder: Path, call: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
-def test_a_crash_behind_every_call(tmp_path: Path) -> None:
-    assert int(in_a_process(tmp_path, "test_crashes.crashes()")) > 100
+@pytest.mark.parametrize("step", [2, 1], ids=["another folder", "the same folder"])
+def test_a_crash_behind_every_call(tmp_path: Path, step: int) -> None:
+    assert int(in_a_process(tmp_path, f"test_crashes.crashes({step})")) > 100
 
 
 def test_kills_in_the_midst_of_saves(tmp_path: Path) -> None:
@@ -135,21 +137,21 @@ with mock.patch.object(place, name, kill):
 
 
 @pytest.mark.parametrize(
-    ("victim", "module", "name"),
-    [(0, "files", "add"), (1, "files", "add"), (0, "manifest", "write"), (0, "state", "_publish")],
+    ("victim", "module", "name", "step"),
+    [(0, "files", "add", 1), (1, "files", "add", 1), (0, "manifest", "write", 1), (0, "state", "_publish", 2)],
     ids=["its file, rank 0", "its file, rank 1", "the manifest", "the name"],
 )
 def test_a_rank_that_is_killed_before_it_writes(
-    ranks: Worlds, tmp_path: Path, victim: int, module: str, name: str
+    ranks: Worlds, tmp_path: Path, victim: int, module: str, name: str, step: int
 ) -> None:
-    """The other one ends too, and training goes on from the checkpoint before to what it would have come to."""
+    """The other one ends too, and training goes on from what is whole to what it would have come to."""
     script = tmp_path / "script.py"
     script.write_text(f"import os; os.chdir({str(tmp_path)!r})\n{KILLED_RANK}")
     done = launch(2, [script, str(victim), module, name])
     assert done[victim].returncode == -signal.SIGKILL
     assert done[1 - victim].returncode not in (0, -signal.SIGKILL)
     last = last_checkpoint(tmp_path / "out")
-    assert last == str(tmp_path / "out" / "checkpoint-1")
+    assert last == str(tmp_path / "out" / f"checkpoint-{step}")
     task = Task({"max_steps": 3}, exact=False)
     for resumed, through in zip(ranks(2).run(fit, task, {}, last), ranks(2).run(fit, task, {}), strict=True):
         assert_equal(resumed.end, through.end)
@@ -206,9 +208,8 @@ def test_damaged_checkpoints(
     assert {last for _, last in found} == {"out/checkpoint-1" if seen else "out/checkpoint-2"}
 
 
-def full_disk(rank: int) -> str:
-    """On a rank: no space is left on one of them in the second save; then training goes on from the first."""
-    trainer = build(Task({**SAVING, "max_steps": 2}), {})
+def full_in_the_second_save(trainer: Trainer, rank: int) -> Any:
+    """No space is left on a rank, for a while."""
     own = DurableFile.write
 
     def write(file: DurableFile, data: bytes | memoryview) -> None:
@@ -216,7 +217,13 @@ def full_disk(rank: int) -> str:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         own(file, data)
 
-    with mock.patch.object(DurableFile, "write", write), pytest.raises(CheckpointError) as raised:
+    return mock.patch.object(DurableFile, "write", write)
+
+
+def full_disk(rank: int) -> str:
+    """On a rank: no space is left on one of them in the second save; then training goes on from the first."""
+    trainer = build(Task({**SAVING, "max_steps": 2}), {})
+    with full_in_the_second_save(trainer, rank), pytest.raises(CheckpointError) as raised:
         trainer.train()
     assert last_checkpoint(Path("out")) == "out/checkpoint-1"
     dist.barrier()
@@ -224,6 +231,31 @@ def full_disk(rank: int) -> str:
     again.train(resume_from_checkpoint=True)
     assert sorted(os.listdir("out")) == ["checkpoint-2"]
     return str(raised.value)
+
+
+def going_on(rank: int) -> dict[str, Tensor]:
+    """On a rank: the second save fails, which is not to matter; the first stays until the third."""
+    trainer = build(Task({**SAVING, "max_steps": 3}, exact=False), {"ignore_failed_saves": True})
+    seen = []
+
+    class Look(TrainerCallback):
+        def on_save(self, *_: Any, **__: Any) -> None:
+            seen.append(sorted(name for name in os.listdir("out") if name.startswith("checkpoint")))
+
+    trainer.add_callback(Look())
+    with full_in_the_second_save(trainer, rank):
+        trainer.train()
+    dist.barrier()
+    assert seen[1] == ["checkpoint-1"]
+    assert os.listdir("out") == ["checkpoint-3"]
+    return whole_parameters(trainer)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_going_on_without_a_checkpoint(ranks: Worlds, rank: int) -> None:
+    through, *_ = ranks(2).run(fit, Task({"max_steps": 3}, exact=False), {})
+    for found in ranks(2).run(going_on, rank):
+        assert_equal(found, through.end)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
