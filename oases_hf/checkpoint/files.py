@@ -52,15 +52,16 @@ class DurableFile:
 
     Args:
         path: where it is to be.
+        hashed: whether anybody asks for its SHA-256.
 
     Attributes:
         written: what it is, once the context has ended.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, hashed: bool = True) -> None:
         self.written = Written(0, "")
         self._path, self._partial = path, path.with_name(path.name + PARTIAL)
-        self._hash, self._bytes = hashlib.sha256(), 0
+        self._hash, self._bytes, self._hashed = hashlib.sha256(), 0, hashed
         self._hasher = ThreadPoolExecutor(1)
         self._file: IO[bytes]
 
@@ -75,10 +76,11 @@ class DurableFile:
         """Append ``data``."""
         view = memoryview(data).cast("B")
         self._bytes += len(view)
-        hashed = self._hasher.submit(self._hash.update, view)  # on another core, while it is written
+        hashing = self._hasher.submit(self._hash.update, view) if self._hashed else None  # on another core
         while len(view):
             view = view[self._file.write(view) :]
-        hashed.result()
+        if hashing:
+            hashing.result()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -104,10 +106,13 @@ class TensorFile(DurableFile):
         path: where it is to be.
         tensors: names, dtypes and shapes; meta tensors do.
         metadata: of the header.
+        hashed: whether anybody asks for its SHA-256.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-        super().__init__(path)
+    def __init__(
+        self, path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], hashed: bool = True
+    ) -> None:
+        super().__init__(path, hashed)
         header: dict[str, object] = {"__metadata__": dict(metadata)}
         end = 0
         for name, tensor in tensors.items():

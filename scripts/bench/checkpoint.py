@@ -2,13 +2,17 @@
 
     torchrun --nproc-per-node 2 scripts/bench/checkpoint.py --folder /data/there
 
-A LLaMA is trained for a step with AdamW, then saved, loaded and exported a few times. Printed are medians, in GB/s of
-all ranks together; writes end when the disk says that it has everything.
+A LLaMA is trained for a step with AdamW, then saved, loaded and exported a few times, and the export loaded by
+load_pretrained. Printed are medians, in GB/s of all ranks together. Writes end when the disk says that it has all, and
+what is read comes from there. Of load_pretrained also: what all ranks read, per byte of the files, and the most memory
+that a rank took, per byte of its share of the weights and their largest part.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import os
 import shutil
 import statistics
@@ -25,9 +29,11 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from transformers import LlamaForCausalLM
 
-from oases_hf import OasesPlugin, save_pretrained
+from oases_hf import OasesPlugin, load_pretrained, save_pretrained
 from scripts.bench.llama import build, config_of
+from scripts.bench.process import Peak, bytes_read, forget
 
 CHUNK_BYTES = 2**24
 SEQUENCE = 16
@@ -69,6 +75,17 @@ def size_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
+def load(folder: Path) -> tuple[int, float]:
+    """Bytes that this rank has read, and the most memory that it took, per byte of its share and its largest part."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # else what was freed before is taken again, and not counted
+    before = bytes_read()
+    with Peak() as peak:
+        model: Any = load_pretrained(LlamaForCausalLM, folder)
+    sizes = [parameter.nbytes for parameter in model.parameters()]
+    return bytes_read() - before, peak.bytes / (sum(sizes) + max(sizes))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure on the ranks that a launcher started."""
     options = parse_options(argv)
@@ -87,21 +104,32 @@ def main(argv: Sequence[str] | None = None) -> None:
         "save_state": lambda: accelerator.save_state(str(folder / "state")),
         "load_state": lambda: accelerator.load_state(str(folder / "state")),
         "export": lambda: save_pretrained(model, folder / "export"),
+        "load_pretrained": lambda: leans.append(load(folder / "export")),
     }
+    of_export = {"export", "load_pretrained"}
+    leans: list[tuple[int, float]] = []
     figures: dict[str, list[tuple[float, float]]] = {name: [] for name in works}
     for _ in range(options.rounds):
         for name, work in works.items():
+            there = folder / ("export" if name in of_export else "state")
+            if name.startswith("load"):
+                forget(there)
             ours_s = seconds(work)
-            size = size_of(folder / ("export" if name == "export" else "state"))
+            size = size_of(there)
             plain_s = seconds(lambda size=size: write_plainly(folder / "plain", size) if first else None)  # type: ignore[misc]
             figures[name].append((size / ours_s, size / plain_s))
+    everyone = [leans[0]] * accelerator.num_processes
+    if dist.is_initialized():
+        dist.all_gather_object(everyone, leans[0])
     if first:
-        print(f"{'':12}     GB  GB/s  plain write GB/s  ratio")
+        print(f"{'':15}     GB  GB/s  plain write GB/s  ratio")
         for name, rates in figures.items():
             ours, plain = (statistics.median(each) for each in zip(*rates, strict=True))
             ratio = statistics.median(a / b for a, b in rates)
-            gigabytes = size_of(folder / ("export" if name == "export" else "state")) / 1e9
-            print(f"{name:12}  {gigabytes:5.1f}  {ours / 1e9:4.2f}  {plain / 1e9:16.2f}  {ratio:5.2f}")
+            gigabytes = size_of(folder / ("export" if name in of_export else "state")) / 1e9
+            print(f"{name:15}  {gigabytes:5.1f}  {ours / 1e9:4.2f}  {plain / 1e9:16.2f}  {ratio:5.2f}")
+        size, peak = size_of(folder / "export"), max(peak for _, peak in everyone)
+        print(f"load_pretrained: read {sum(read for read, _ in everyone) / size:.2f} x the files; memory {peak:.2f} x")
         shutil.rmtree(folder)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from transformers import (
 
 from oases_hf import OasesConfig, OasesPlugin, load_pretrained
 from oases_hf.errors import CheckpointError, ConfigError, UnsupportedModelError
+from scripts.bench.process import bytes_read, forget
 
 from ..families import FAMILIES
 from ..launch import launch
@@ -33,7 +33,7 @@ from ..parity import float64_math
 from ..ranks import Worlds
 from ..reference import loss_of
 from ..tiny import batch, tiny_llama
-from .lean import Cost, counter
+from .lean import Cost
 from .looping import set_up
 from .test_saving import assert_equal
 
@@ -336,21 +336,12 @@ def test_other_settings_and_a_second_accelerator_are_refused(ranks: Worlds, tmp_
         assert "converted already" in twice
 
 
-def forget(folder: Path) -> int:
-    """Have the kernel keep nothing of a folder's files in memory; returns their bytes."""
-    for path in folder.glob("*.safetensors"):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-
-
 def comes_from_a_disk(folder: Path) -> bool:
     """Whether the kernel counts what is read from a folder."""
-    size, before = forget(folder), counter("io", "read_bytes")
+    size, before = forget(folder), bytes_read()
     for path in folder.glob("*.safetensors"):
         path.read_bytes()
-    return counter("io", "read_bytes") - before >= 0.9 * size
+    return bytes_read() - before >= 0.9 * size
 
 
 def test_ranks_read_a_file_once_and_hold_their_share(tmp_path: Path) -> None:
