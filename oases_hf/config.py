@@ -34,10 +34,11 @@ _READ: dict[str, Callable[[str], Any]] = {
     "gather_logits": _flag,
     "shard_optimizer": str,
     "plan": str,
+    "async_save": _flag,
     "ignore_failed_saves": _flag,
 }
 
-NOT_OF_THE_MODEL = frozenset({"memory_gib", "batch_size", "sequence_length", "ignore_failed_saves"})
+NOT_OF_THE_MODEL = frozenset({"memory_gib", "batch_size", "sequence_length", "async_save", "ignore_failed_saves"})
 """Settings that say nothing of what a model is converted to."""
 
 
@@ -66,6 +67,8 @@ class OasesConfig:
         memory_gib: with ``degree="auto"``, what a rank may use, in GiB. Default: nearly all of its device.
         batch_size: with ``degree="auto"``, rows of a micro-batch; OasesCallback knows it.
         sequence_length: with ``degree="auto"``, tokens of a row; OasesCallback looks at the first sample.
+        async_save: with Trainer, write checkpoints while training goes on, from a copy in the host's memory; one has
+            its name at the end of a later step, and the next one waits for it.
         ignore_failed_saves: with Trainer, train on when a checkpoint cannot be written, as on a full disk, instead of
             raising CheckpointError; the one before stays.
 
@@ -85,6 +88,7 @@ class OasesConfig:
     memory_gib: float | None = None
     batch_size: int | None = None
     sequence_length: int | None = None
+    async_save: bool | None = None
     ignore_failed_saves: bool | None = None
 
     def __post_init__(self) -> None:

@@ -4,7 +4,8 @@
         recipes/finetune_llama.py --model <hub id or folder> --dataset <hub id, folder or jsonl> --output <folder>
 
 The same line works without GPUs: the ranks then compute on the CPU. `recipes/accelerate/` has it as config files.
-Of the whole script, `callbacks=[OasesCallback(...)]` is what spreads the model over the ranks.
+Of the whole script, `load_pretrained`, in the place of `from_pretrained`, spreads the model over the ranks, and
+`callbacks=[OasesCallback(...)]` trains it.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from oases_hf import OasesCallback, OasesConfig
+from oases_hf import OasesCallback, OasesConfig, load_pretrained
 
 # For tokenizers without a chat template: question, newline, answer.
 PLAIN_CHAT = """{{ bos_token }}{% for message in messages %}{{ message.content }}
@@ -126,7 +127,7 @@ def main() -> None:
     collate = DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8)
     with args.main_process_first():
         rows = load_rows(options.dataset, tokenizer, options.max_length, options.held_out)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    model = load_pretrained(AutoModelForCausalLM, options.model, oases.config, dtype=torch.float32)
     trainer = Trainer(
         model=model,
         args=args,

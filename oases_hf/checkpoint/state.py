@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,14 +46,8 @@ class Entry:
     place: Slice | None
 
 
-def save_state(
-    model: PreTrainedModel,
-    optimizers: Sequence[Optimizer],
-    folder: Path,
-    beside: Callable[[Path], object],
-    rows_per_step: int | None = None,
-) -> None:
-    """Write a training checkpoint; every rank must call it.
+class Saving:
+    """A training checkpoint that is being written; every rank must make it, and call :meth:`finish`.
 
     It is written to another folder beside ``folder``, and takes its name when it is whole.
 
@@ -61,42 +57,78 @@ def save_state(
         folder: what is there by then is replaced.
         beside: called on every rank with the folder that is written to; what it writes becomes part of the checkpoint.
         rows_per_step: sequences of an optimizer step.
+        behind: write in another thread, from a copy in the host's memory.
 
     Raises:
-        DistributedError: not all ranks called it.
+        DistributedError: not all ranks made it.
         CheckpointError: some rank could not write; all ranks raise, and ``folder`` is as it was.
     """
-    final, folder = folder, unfinished(folder)
-    what = f"{final} could not be written"
-    state = converted(model)
-    mesh, world = state.mesh, state.mesh.world
-    mesh.meet(f"saving {final}")
-    with together(mesh, what, FREE_SPACE):
-        if world.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            save_config(model, folder)
-    with together(mesh, what, FREE_SPACE):
-        beside(folder)
-    names = parameter_names(model)
-    with together(mesh, what, FREE_SPACE):
-        groups = [_groups(optimizer, names) for optimizer in optimizers]
-        entries = sorted(_entries(model, state, optimizers, names), key=lambda each: -each.tensor.element_size())
-        file = folder / f"oases-{world.rank:05}-of-{world.size:05}.safetensors"
-        written = {file.name: _write(file, entries)}
-    everywhere = mesh.from_all(written)
-    with together(mesh, what, FREE_SPACE):
-        if world.rank == 0:
-            files = {name: each for rank in everywhere for name, each in rank.items()}
-            for path in sorted(folder.iterdir()):
-                if path.is_file() and path.name not in files:
-                    sync_file(path)
-                    files[path.name] = digest(path)
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        optimizers: Sequence[Optimizer],
+        folder: Path,
+        beside: Callable[[Path], object],
+        rows_per_step: int | None = None,
+        *,
+        behind: bool = False,
+    ) -> None:
+        self._folder, self._there, self._what = folder, unfinished(folder), f"{folder} could not be written"
+        state = converted(model)
+        self._mesh, world = state.mesh, state.mesh.world
+        self._mesh.meet(f"saving {folder}")
+        with self._together():
+            if world.rank == 0:
+                shutil.rmtree(self._there, ignore_errors=True)
+                self._there.mkdir(parents=True)
+                save_config(model, self._there)
+        with self._together():
+            beside(self._there)
+        names = parameter_names(model)
+        with self._together():
+            groups = [_groups(optimizer, names) for optimizer in optimizers]
             plan, dropout = asdict(state.plan), state.dropout.state()
-            manifest = Manifest(plan, world.size, rows_per_step, groups, dropout, files, names_in_exports(model))
-            manifest.check_sizes(folder)  # the files of other ranks must be on a disk that all see
-            manifest.write(folder)
-            _publish(folder, final)
+            self._manifest = Manifest(plan, world.size, rows_per_step, groups, dropout, {}, names_in_exports(model))
+            entries = sorted(_entries(model, state, optimizers, names), key=lambda each: -each.tensor.element_size())
+            self._file = self._there / f"oases-{world.rank:05}-of-{world.size:05}.safetensors"
+            self._written: Future[Written] = Future()
+            if behind:
+                entries = [replace(each, tensor=each.tensor.detach().to("cpu", copy=True)) for each in entries]
+                threading.Thread(target=self._write, args=(entries,), name="oases-saving").start()
+        if not behind:
+            self._write(entries)
+
+    @property
+    def done(self) -> bool:
+        """Whether this rank has written its part, or failed to."""
+        return self._written.done()
+
+    def finish(self) -> None:
+        """Wait until everything is written, and make it a checkpoint; raises CheckpointError as above."""
+        with self._together():
+            written = {self._file.name: self._written.result()}
+        everywhere = self._mesh.from_all(written)
+        with self._together():
+            if self._mesh.world.rank == 0:
+                files = {name: each for rank in everywhere for name, each in rank.items()}
+                for path in sorted(self._there.iterdir()):
+                    if path.is_file() and path.name not in files:
+                        sync_file(path)
+                        files[path.name] = digest(path)
+                manifest = replace(self._manifest, files=files)
+                manifest.check_sizes(self._there)  # the files of other ranks must be on a disk that all see
+                manifest.write(self._there)
+                _publish(self._there, self._folder)
+
+    def _write(self, entries: Sequence[Entry]) -> None:
+        try:
+            self._written.set_result(_write(self._file, entries))
+        except Exception as error:
+            self._written.set_exception(error)
+
+    def _together(self) -> AbstractContextManager[None]:
+        return together(self._mesh, self._what, FREE_SPACE)
 
 
 def unfinished(folder: Path) -> Path:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import functools
 import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Trainer
+import torch.distributed as dist
+from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from ..checkpoint import Checkpoint, finish, load_export, load_plain_optimizer, save_state
+from ..checkpoint import Checkpoint, Saving, finish, load_export, load_plain_optimizer
 from ..checkpoint.agreement import FREE_SPACE, noting, together
 from ..checkpoint.manifest import is_export, is_whole
 from ..checkpoint.state import unfinished
+from ..config import OasesConfig
 from ..errors import CheckpointError
 from ..models.converted import Converted
 from .optimizers import plain
@@ -27,6 +30,25 @@ from .stopping import StopOnSignal
 log = logging.getLogger(__name__)
 
 Export = Callable[..., None]
+
+
+class FinishSaving(TrainerCallback):
+    """Has checkpoints that are written while training goes on finished at the end of a step.
+
+    Args:
+        checkpoints: whose they are.
+    """
+
+    def __init__(self, checkpoints: TrainerCheckpoints) -> None:
+        self._checkpoints = checkpoints
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """If all ranks have written theirs; errors are raised here."""
+        self._checkpoints.finish_saving(wait=False)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """In any case."""
+        self._checkpoints.finish_saving()
 
 
 class TrainerCheckpoints:
@@ -39,7 +61,7 @@ class TrainerCheckpoints:
         export: ``save_model``, which writes the model as Hugging Face does.
         save_processor: writes what is saved beside a model.
         stopping: whether training ends for a signal.
-        ignore_failed_saves: go on without a checkpoint that cannot be written.
+        config: whether to save while training goes on, and to go on without a checkpoint that cannot be written.
     """
 
     def __init__(
@@ -50,11 +72,12 @@ class TrainerCheckpoints:
         export: Export,
         save_processor: Callable[[Path], None],
         stopping: StopOnSignal,
-        ignore_failed_saves: bool,
+        config: OasesConfig,
     ) -> None:
         self._trainer, self._model, self._state = trainer, model, state
         self._export, self._save_processor = export, save_processor
-        self._stopping, self._ignore_failed_saves = stopping, ignore_failed_saves
+        self._stopping, self._config = stopping, config
+        self._saving: tuple[Saving, Path] | None = None
         self._failures: list[Exception] = []  # of what Trainer writes between its collectives
         self._beside: Path | None = None  # where a checkpoint is being written
         self._opened: tuple[Path, Checkpoint] | None = None
@@ -63,7 +86,7 @@ class TrainerCheckpoints:
             trainer,
             train=functools.partial(self._train, trainer.train),
             save_model=self._save_model,
-            _save_checkpoint=functools.partial(self._try_to_save, trainer._save_checkpoint),
+            _save_checkpoint=functools.partial(self._save, trainer._save_checkpoint),
             _save_optimizer_and_scheduler=self._save_scheduler,
             _save_rng_state=_nothing,
             _load_from_checkpoint=self._load_parameters,
@@ -71,6 +94,7 @@ class TrainerCheckpoints:
             _load_rng_state=self._load_randomness,
             _load_best_model=self._load_best,
         )
+        trainer.add_callback(FinishSaving(self))
 
     def _train(self, own: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if resume_from_checkpoint is True:
@@ -86,16 +110,47 @@ class TrainerCheckpoints:
             with noting(self._failures):
                 self._save_processor(self._beside)
 
-    def _try_to_save(self, own: Callable[..., None], model: Any, trial: Any) -> None:
+    def finish_saving(self, wait: bool = True) -> None:
+        """Give the checkpoint that is being written its name, once all ranks have written it; older ones go then.
+
+        Args:
+            wait: until they have; else leave it if they have not.
+        """
+        if self._saving is None:
+            return
+        saving, folder = self._saving
+        done = torch.tensor([wait or saving.done], dtype=torch.int64)
+        if not int(self._state.mesh.control.all_reduce(done, dist.ReduceOp.MIN)):
+            return
+        self._saving = None
+        trainer, args = self._trainer, self._trainer.args
+        with self._ignoring():
+            saving.finish()
+            if args.push_to_hub:
+                trainer._push_from_checkpoint(str(folder))
+            if args.should_save:
+                best = trainer.state.best_model_checkpoint
+                rotate_checkpoints(str(folder.parent), args.save_total_limit, best, use_mtime=True)
+
+    @contextmanager
+    def _ignoring(self) -> Iterator[None]:
+        """Go on after a save that failed on all ranks, if that is asked for."""
         try:
-            self._save_checkpoint(own, model, trial)
-        except CheckpointError as error:  # on all ranks
-            if not self._ignore_failed_saves or self._stopping.agreed:
+            yield
+        except CheckpointError as error:
+            if not self._config.ignore_failed_saves or self._stopping.agreed:
                 raise
-            log.error("training goes on without a checkpoint of step %s: %s", self._trainer.state.global_step, error)
+            log.error("training goes on without that checkpoint: %s", error)
+
+    def _save(self, own: Callable[..., None], model: Any, trial: Any) -> None:
+        self.finish_saving()
+        with self._ignoring():
+            self._save_checkpoint(own, model, trial)
+        if not self._config.async_save or self._stopping.agreed or self._trainer.control.should_training_stop:
+            self.finish_saving()
 
     def _save_checkpoint(self, own: Callable[..., None], model: Any, trial: Any) -> None:
-        """What Trainer saves goes to where the rest does, and is part of it; older checkpoints go only after that."""
+        """Begin to write one; what Trainer saves goes to where the rest does, and is part of it."""
         trainer, args = self._trainer, self._trainer.args
         if args.save_only_model:
             with together(self._state.mesh, "the checkpoint could not be written", FREE_SPACE):
@@ -118,14 +173,12 @@ class TrainerCheckpoints:
                 raise self._failures[0]
 
         try:
-            save_state(self._model, [plain(trainer.optimizer)], folder, beside, self._rows_per_step())
+            optimizers, behind = [plain(trainer.optimizer)], bool(self._config.async_save)
+            saving = Saving(self._model, optimizers, folder, beside, self._rows_per_step(), behind=behind)
+            self._saving = saving, folder
         finally:
             self._beside = None
             self._failures.clear()
-        if args.push_to_hub:
-            trainer._push_from_checkpoint(str(folder))
-        if args.should_save:
-            rotate_checkpoints(str(runs), args.save_total_limit, trainer.state.best_model_checkpoint, use_mtime=True)
 
     def _note_best(self, runs: Path, folder: Path, there: Path) -> None:
         """Say where the best checkpoint will be, which Trainer looks for where this one is being written."""
@@ -186,6 +239,7 @@ class TrainerCheckpoints:
 
     def _checkpoint(self, checkpoint: str) -> Checkpoint | None:
         """A checkpoint of ours; None for an export, or what a Trainer alone has written."""
+        self.finish_saving()
         folder = Path(checkpoint)
         if is_export(folder):
             return None

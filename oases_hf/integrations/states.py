@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from ..checkpoint import Checkpoint, save_state
+from ..checkpoint import Checkpoint, Saving
 from ..checkpoint.agreement import together
 from ..checkpoint.manifest import is_whole
 from ..errors import CheckpointError
@@ -41,7 +41,7 @@ def keep_state(accelerator: Accelerator, model: PreTrainedModel, state: Converte
             with _without(accelerator, model), replaced(naming, automatic_checkpoint_naming=False):
                 own_save(str(there), *args, **kwargs)
 
-        save_state(model, _optimizers(accelerator, model), folder, beside)
+        Saving(model, _optimizers(accelerator, model), folder, beside).finish()
         if automatic and naming.total_limit is not None and accelerator.is_main_process:
             for old in _by_number(folder.parent)[: -naming.total_limit]:
                 shutil.rmtree(old, ignore_errors=True)

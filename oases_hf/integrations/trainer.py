@@ -79,7 +79,7 @@ class OasesCallback(TrainerCallback):
             settings["batch_size"] = settings["batch_size"] or trainer.args.train_batch_size
             settings["sequence_length"] = settings["sequence_length"] or _sequence_length(trainer)
         OasesPlugin(**settings).install(trainer.accelerator, model)
-        _take_over(trainer, model, converted(model), bool(self.config.ignore_failed_saves))
+        _take_over(trainer, model, converted(model), self.config)
         self._trainer = weakref.ref(trainer)
 
 
@@ -121,7 +121,7 @@ def _check_trainer(trainer: Trainer) -> None:
         raise ConfigError("the Trainer has wrapped the model (DeepSpeed, FSDP or DataParallel); run without that")
 
 
-def _take_over(trainer: Trainer, model: PreTrainedModel, state: Converted, ignore_failed_saves: bool) -> None:
+def _take_over(trainer: Trainer, model: PreTrainedModel, state: Converted, config: OasesConfig) -> None:
     """Replace the methods of this Trainer that would be wrong on shards."""
     gather: Callable[..., Any] = trainer.accelerator.gather_for_metrics
     trainer.gather_function = functools.partial(gather, use_gather_object=trainer.args.eval_use_gather_object)
@@ -139,7 +139,7 @@ def _take_over(trainer: Trainer, model: PreTrainedModel, state: Converted, ignor
     )
     export, processor = functools.partial(_save_model, trainer, model), functools.partial(_save_processor, trainer)
     stopping = StopOnSignal(state.mesh.control)
-    TrainerCheckpoints(trainer, model, state, export, processor, stopping, ignore_failed_saves)
+    TrainerCheckpoints(trainer, model, state, export, processor, stopping, config)
     trainer.add_callback(stopping)
 
 

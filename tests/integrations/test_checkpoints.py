@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -11,9 +12,13 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 from torch import Tensor
+from transformers import TrainerCallback
 
 from oases_hf import cli
 from oases_hf.checkpoint import state as writing
+from oases_hf.checkpoint.files import TensorFile
+from oases_hf.errors import CheckpointError
+from oases_hf.integrations.resuming import last_checkpoint
 
 from ..parity import assert_updates, float64_math
 from ..ranks import Worlds
@@ -148,3 +153,75 @@ def merged() -> None:
 
 def test_merge(ranks: Worlds) -> None:
     ranks(4).run(merged)
+
+
+def saved_behind(slow: int) -> tuple[dict[str, Tensor], list[list[str]]]:
+    """On a rank: six steps, all of them saved, on one rank slowly; which checkpoints were there at each step."""
+    trainer = build(Task({**EVERY, "max_steps": 6, "save_total_limit": 2}, exact=False), {"async_save": True})
+    own, seen = TensorFile.add, list[list[str]]()
+
+    def add(file: TensorFile, tensor: Tensor) -> None:
+        if trainer.args.process_index == slow:
+            time.sleep(0.01)
+        own(file, tensor)
+
+    class Look(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            dist.barrier()  # behind the finishing, which is a callback before this one
+            seen.append(sorted(path.name for path in Path("out").glob("checkpoint-*")))
+            dist.barrier()
+
+    trainer.add_callback(Look())
+    with mock.patch.object(TensorFile, "add", add):
+        trainer.train()
+    return whole_parameters(trainer), seen
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_saving_while_training_goes_on(ranks: Worlds, slow: int) -> None:
+    """A checkpoint is of the step it was begun at, though its writing ends later, and the next one waits for it."""
+    through, *_ = ranks(2).run(fit, Task({"max_steps": 6}, exact=False), {})
+    (end, seen), other = ranks(2).run(saved_behind, slow)
+    assert seen == other[1]
+    assert_equal(end, through.end)
+    assert seen[0] == seen[1] == [], "the first is being written in the second step"
+    assert "checkpoint-1" in seen[2], "the second waited for it"
+
+
+def behind_checked() -> None:
+    """On a rank: every checkpoint that was written behind has what a run to there ends with, and is resumed from."""
+    trainer = build(Task({**EVERY, "max_steps": 4}, exact=False), {"async_save": True})
+    trainer.train()
+    dist.barrier()
+    assert sorted(path.name for path in Path("out").iterdir()) == [f"checkpoint-{step}" for step in range(1, 5)]
+    end = whole_parameters(trainer)
+    for step in range(1, 4):
+        again = fit(Task({"max_steps": 4}, exact=False, model={"seed": 5}), {}, f"out/checkpoint-{step}")
+        assert_equal(again.end, end)
+
+
+def test_what_was_saved_behind_is_resumed_from(ranks: Worlds) -> None:
+    ranks(2).run(behind_checked)
+
+
+def behind_failed(rank: int) -> tuple[str, int]:
+    """On a rank: what is said when writing behind fails on one, and at which step."""
+    trainer = build(Task({**EVERY, "max_steps": 9}), {"async_save": True})
+    own = TensorFile.add
+
+    def add(file: TensorFile, tensor: Tensor) -> None:
+        if dist.get_rank() == rank and "checkpoint-2" in str(file._path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        own(file, tensor)
+
+    with mock.patch.object(TensorFile, "add", add), pytest.raises(CheckpointError) as raised:
+        trainer.train()
+    assert last_checkpoint(Path("out")) == "out/checkpoint-1"
+    return str(raised.value), trainer.state.global_step
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_behind_is_raised_at_the_next_step(ranks: Worlds, rank: int) -> None:
+    for said, step in ranks(2).run(behind_failed, rank):
+        assert said.startswith("out/checkpoint-2 could not be written")
+        assert step == 3

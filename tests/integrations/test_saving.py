@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel, Trainer
 
 from oases_hf import Plan, save_pretrained
+from oases_hf.checkpoint import Saving, load_export
 from oases_hf.checkpoint import export as export_module
-from oases_hf.checkpoint import load_export, save_state
 from oases_hf.checkpoint.files import TensorFile
 from oases_hf.checkpoint.merging import merge
 from oases_hf.convert import block_count
@@ -144,7 +144,7 @@ def written(family: str, alone: str, piece_bytes: int) -> None:
     expected = files_of(alone)
     with mock.patch.object(export_module, "GATHERED_BYTES", piece_bytes):
         save_pretrained(model, "export", max_shard_size="20KB")
-    save_state(model, [], Path("state"), lambda folder: None)
+    Saving(model, [], Path("state"), lambda folder: None).finish()
     if dist.get_rank() == 0:
         assert_equal(files_of("export"), expected)
         merge(Path("state"), Path("merged"))
