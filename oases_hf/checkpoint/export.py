@@ -72,7 +72,7 @@ def _write(
         writer = number % axis.size
         rows = (rows for name in names for rows in _gather_rows(tensors[name], layouts[name], axis, writer))
         if axis.rank == writer:
-            file = TensorFile(folder / filename, {name: shapes[name] for name in names}, {"format": "pt"}, hashed=False)
+            file = TensorFile(folder / filename, {name: shapes[name] for name in names}, {"format": "pt"})
             with noting(failures), file:
                 file.add_all(filter(torch.is_tensor, rows))
         for _ in rows:  # the others', and what is left after an error: those who send are waited for

@@ -15,7 +15,7 @@ from .files import Written, digest, of_folder, write_durably
 
 MANIFEST_NAME = "oases_checkpoint.json"
 FILE_PATTERN = "oases-*.safetensors"
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,14 @@ LOADED = "print(sorted({'torch', 'transformers', 'accelerate', 'numpy'} & set(sy
 
 
 def test_few_public_names() -> None:
-    assert set(oases_hf.__all__) == {"OasesCallback", "OasesConfig", "OasesPlugin", "Plan", "load_pretrained", "save_pretrained"}
+    assert set(oases_hf.__all__) == {
+        "OasesCallback",
+        "OasesConfig",
+        "OasesPlugin",
+        "Plan",
+        "load_pretrained",
+        "save_pretrained",
+    }
     assert len(oases_hf.__all__) <= 10
     assert all(getattr(oases_hf, name).__name__ == name for name in oases_hf.__all__)
 
