@@ -18,15 +18,13 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from ..models.converted import Converted, converted
 from ..parallel.mesh import Axis
 from ..parallel.sharding import Layout
+from . import files
 from .agreement import FREE_SPACE, agree, noting
 from .files import TensorFile, write_durably
 from .names import names_in_exports
 
 PLAN_NAME = "oases_plan.json"
 MAX_SHARD_SIZE = "5GB"
-
-GATHERED_BYTES = 2**24
-"""What is gathered, and written, at a time."""
 
 
 def save_pretrained(model: PreTrainedModel, folder: str | Path, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
@@ -153,7 +151,7 @@ def _gather_rows(tensor: Tensor, layout: Layout | None, axis: Axis, writer: int)
     """The full tensor, a few rows after the other, as :func:`_gather` has it."""
     shape = tuple(tensor.shape) if layout is None else layout.shape
     number = shape[0] if shape else 1
-    step = max(1, GATHERED_BYTES * number // max(1, math.prod(shape) * tensor.element_size()))
+    step = max(1, files.PIECE_BYTES * number // max(1, math.prod(shape) * tensor.element_size()))
     for lo in range(0, number, step) if number > step else ():
         hi = min(number, lo + step)
         if layout is None or not layout.sharded:

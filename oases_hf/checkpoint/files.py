@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,9 @@ from torch import Tensor
 
 PARTIAL = ".partial"
 """What the name of a file ends in until it is whole."""
+
+PIECE_BYTES = 2**24
+"""What is copied from a device, or gathered, and written at a time: more is slower, since memory is always new."""
 
 DTYPES = {
     "F64": torch.float64,
@@ -137,6 +140,11 @@ class TensorFile(DurableFile):
                 written.result()
                 written = writer.submit(self.add, tensor)
             written.result()
+
+
+def pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """The data of ``tensor`` in the host's memory, one part after the other."""
+    yield from (piece.cpu() for piece in tensor.detach().reshape(-1).split(PIECE_BYTES // tensor.element_size()))
 
 
 def of_folder(name: str) -> bool:

@@ -29,7 +29,7 @@ from ..parallel.sharding import Slice
 from . import random_state
 from .agreement import FREE_SPACE, together
 from .export import save_config, unique_tensors
-from .files import TensorFile, Written, digest, sync_file, sync_folder
+from .files import TensorFile, Written, digest, pieces, sync_file, sync_folder
 from .manifest import Manifest, is_whole
 from .names import names_in_exports
 from .places import OPTIMIZER, PARAMETERS, RANDOM, parameter_names, place_of
@@ -228,5 +228,5 @@ def _write(file: Path, entries: Sequence[Entry]) -> Written:
     places = {entry.name: place_text(entry.shape, entry.place) for entry in entries if entry.place is not None}
     metadata = {"format": "pt", PLACES: json.dumps(places, separators=(",", ":"))}
     with TensorFile(file, {entry.name: entry.tensor for entry in entries}, metadata) as writer:
-        writer.add_all(entry.tensor.detach().cpu() for entry in entries)
+        writer.add_all(piece for entry in entries for piece in pieces(entry.tensor))
     return writer.written

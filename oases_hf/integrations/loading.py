@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.utils import parse_flag_from_env
 from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
@@ -57,7 +58,8 @@ def load_pretrained(
         ConfigError: ranks, settings and model do not go together.
         UnsupportedModelError: the model cannot be sharded.
     """
-    oases, local = config or OasesConfig(), PartialState(cpu=not torch.cuda.is_available())
+    on_cpu = not torch.cuda.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
+    oases, local = config or OasesConfig(), PartialState(cpu=on_cpu)
     mesh = mesh_of(oases)
     with together(mesh, f"{path} cannot be loaded"):
         folder = find(str(path), revision, gguf_file)

@@ -20,7 +20,7 @@ from transformers import AutoConfig, PreTrainedModel, Trainer
 
 from oases_hf import Plan, save_pretrained
 from oases_hf.checkpoint import Saving, load_export
-from oases_hf.checkpoint import export as export_module
+from oases_hf.checkpoint import files as files_module
 from oases_hf.checkpoint.files import TensorFile
 from oases_hf.checkpoint.merging import merge
 from oases_hf.convert import block_count
@@ -142,9 +142,9 @@ def written(family: str, alone: str, piece_bytes: int) -> None:
     blocks = block_count(model)
     parallel(model, 4, degrees=[2, 4][:blocks] + [4] * (blocks - 2) if blocks > 1 else [4])
     expected = files_of(alone)
-    with mock.patch.object(export_module, "GATHERED_BYTES", piece_bytes):
+    with mock.patch.object(files_module, "PIECE_BYTES", piece_bytes):
         save_pretrained(model, "export", max_shard_size="20KB")
-    Saving(model, [], Path("state"), lambda folder: None).finish()
+        Saving(model, [], Path("state"), lambda folder: None).finish()
     if dist.get_rank() == 0:
         assert_equal(files_of("export"), expected)
         merge(Path("state"), Path("merged"))
