@@ -18,7 +18,7 @@ from ..costs import Slowdown, Timing
 from ..models.converted import Converted
 from ..parallel.mesh import Axis, Mesh
 from ..plan import Plan
-from ..runtime.step import Watch, unwatched
+from ..runtime.watch import Watch, unwatched
 from ..schedule import Backward, BackwardWeight, Forward, Recompute, StartAsync, Sync
 from .link import LinkProfile
 from .stopwatch import Clock, KeptBytes, PeakBytes, Stopwatch

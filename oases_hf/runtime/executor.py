@@ -25,6 +25,7 @@ from ..schedule import (
     Forward,
     Instruction,
     Project,
+    Ready,
     Recompute,
     ReduceGrads,
     Slice,
@@ -36,7 +37,7 @@ from ..schedule import (
 )
 from ..schedule.instructions import Reduced
 from .block import Autocast, Block, Graph, Inner, Rows
-from .step import Ready, Watch, unwatched
+from .watch import Watch, unwatched
 
 Key = tuple[int, int]
 

@@ -25,12 +25,12 @@ from ..parallel.gradients import GradientSync
 from ..parallel.link import Link
 from ..parallel.mesh import Mesh
 from ..parallel.rng import DropoutSeeds, seed_of, seeded
-from ..schedule import Instruction
+from ..schedule import Instruction, Ready, Step, plan_step
 from .block import Block, Rows
 from .executor import Run
 from .node import run_recorded
 from .splitting import Context, Share, parts_of, unsplittable
-from .step import Ready, Step, Watch, plan_step, unwatched
+from .watch import Watch, unwatched
 
 log = logging.getLogger(__name__)
 

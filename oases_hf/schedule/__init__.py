@@ -32,6 +32,7 @@ from .passes import (
     stop_early,
     without_backward_below,
 )
+from .step import Ready, Step, plan_step
 
 __all__ = [
     "SCHEDULES",
@@ -43,11 +44,13 @@ __all__ = [
     "Instruction",
     "Move",
     "Project",
+    "Ready",
     "Recompute",
     "ReduceGrads",
     "Schedule",
     "Slice",
     "StartAsync",
+    "Step",
     "Sync",
     "around",
     "block_of",
@@ -59,6 +62,7 @@ __all__ = [
     "keep_graphs",
     "kind",
     "moves",
+    "plan_step",
     "reduce_grads",
     "requires",
     "reshard",

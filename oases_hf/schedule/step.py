@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 
-from ..schedule import (
-    Backward,
-    BackwardInput,
-    Collective,
-    Forward,
-    Instruction,
-    Schedule,
-    StartAsync,
-    check,
-    defer_weight_grads,
-    keep_graphs,
-    kind,
-    moves,
-    reduce_grads,
-    reshard,
-    without_backward_below,
-)
-
-Watch = Callable[[Instruction], AbstractContextManager[None]]
-_NOTHING = nullcontext()
-
-
-def unwatched(op: Instruction) -> AbstractContextManager[None]:
-    """Watch nothing."""
-    return _NOTHING
+from .builders import kind
+from .check import check
+from .instructions import Backward, BackwardInput, Collective, Forward, Schedule, StartAsync
+from .passes import defer_weight_grads, keep_graphs, moves, reduce_grads, reshard, without_backward_below
 
 
 @dataclass(frozen=True)
