@@ -20,11 +20,9 @@ import random
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -32,18 +30,15 @@ if __name__ == "__main__":
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
-from transformers import LlamaForCausalLM
 
-from oases_hf import OasesPlugin, Plan
+from oases_hf import Plan
 from oases_hf.convert import describe
 from oases_hf.parallel.mesh import Mesh
 from oases_hf.plan import Recompute, ShardOptimizer
 from oases_hf.planner import Prediction, Problem, plan_of, predict, solve
 from oases_hf.profiler import Architecture, Workload, profile
-from scripts.bench.llama import build, config_of
+from scripts.bench.training import SEED, measure, whole_model
 
-SEED = 0
 SUB_BATCHES = (1, 2, 4)
 RECOMPUTE: tuple[Recompute, ...] = ("full", "none")
 DRAWN_PER_PLAN = 25
@@ -84,38 +79,6 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--png", type=Path, help="write a scatter plot of predicted and measured times")
     add("--json", type=Path, help="write the rows")
     return parser.parse_args(argv)
-
-
-def whole_model(options: argparse.Namespace) -> LlamaForCausalLM:
-    """Alike on all ranks."""
-    return build(config_of(options, options.vocab, options.seq), SEED)
-
-
-def measure(options: argparse.Namespace, plan: Plan) -> float:
-    """Median time of an optimizer step by ``plan``, on the slowest rank, in ms."""
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
-    accelerator = Accelerator()
-    model: Any = OasesPlugin(plan=plan).install(accelerator, whole_model(options))
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    tokens = torch.randint(options.vocab, (options.batch, options.seq), generator=torch.Generator().manual_seed(SEED))
-    tokens = tokens.to(accelerator.device)
-    times = []
-    for number in range(1 + options.steps):
-        dist.barrier()
-        start = time.perf_counter()
-        micro_batches = options.accumulation if number else 1  # the first step warms up
-        for micro in range(micro_batches):
-            accelerator.gradient_state._set_sync_gradients(micro == micro_batches - 1)
-            accelerator.backward(model(input_ids=tokens, labels=tokens).loss / options.accumulation)
-        optimizer.step()
-        optimizer.zero_grad()
-        if accelerator.device.type == "cuda":
-            torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e3)
-    slowest = torch.tensor([statistics.median(times[1:])], device=accelerator.device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest)
 
 
 def drawn(problem: Problem, model: str, count: int) -> list[Plan]:
@@ -253,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     plans += [(f"random {i}", plan) for i, plan in enumerate(drawn(problem, name, options.plans))]
     rows = []
     for title, plan in plans:
-        measured_ms, prediction = measure(options, plan), predicted(problem, plan)
+        measured_ms, prediction = measure(options, plan).ms, predicted(problem, plan)
         mib, fits = prediction.memory.total / 2**20, prediction.memory.fits(keeping if OWNED in title else problem)
         rows.append(Row(title, prediction.step_ms, measured_ms, mib, fits, plan.summary()))
         if first:

@@ -1,0 +1,118 @@
+"""Optimizer steps by a plan, through Accelerate as users do: how long they take, and wait for collectives of blocks."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from oases_hf import OasesPlugin, Plan
+from oases_hf.parallel.mesh import Axis, Pending
+from oases_hf.schedule import Instruction, Sync
+from scripts.bench.llama import build, config_of
+
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians of steps, on the slowest rank.
+
+    Attributes:
+        ms: of an optimizer step.
+        waiting_ms: of that, what the executor waits for collectives; on CPUs only, on GPUs the host does not wait.
+    """
+
+    ms: float
+    waiting_ms: float
+
+
+class Waiting:
+    """Counts the time in which an executor waits for all-reduces."""
+
+    def __init__(self) -> None:
+        self.ms = 0.0
+        self._syncing = False
+
+    @contextmanager
+    def watch(self, op: Instruction) -> Iterator[None]:
+        """While an instruction runs: of what others wait for, nothing counts."""
+        self._syncing = isinstance(op, Sync)
+        yield
+        self._syncing = False
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count inside."""
+        own = Axis.start_all_reduce
+
+        def start_all_reduce(axis: Axis, tensor: Tensor, *args: Any) -> Pending:
+            return _Timed(own(axis, tensor, *args), self)
+
+        with mock.patch.object(Axis, "start_all_reduce", start_all_reduce):
+            yield
+
+    def add(self, ms: float) -> None:
+        """Count a wait."""
+        self.ms += ms * self._syncing
+
+
+@dataclass
+class _Timed:
+    work: Pending
+    waiting: Waiting
+
+    def wait(self) -> object:
+        """Wait, and count it."""
+        start = time.perf_counter()
+        result = self.work.wait()
+        self.waiting.add((time.perf_counter() - start) * 1e3)
+        return result
+
+
+def whole_model(options: argparse.Namespace) -> LlamaForCausalLM:
+    """Alike on all ranks."""
+    return build(config_of(options, options.vocab, options.seq), SEED)
+
+
+def measure(options: argparse.Namespace, plan: Plan) -> Measured:
+    """Optimizer steps by ``plan``: ``options.steps`` of them, behind one that warms up."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    accelerator = Accelerator()
+    model: Any = OasesPlugin(plan=plan).install(accelerator, whole_model(options))
+    waiting = Waiting()
+    model.oases.stack.watch = waiting.watch
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    tokens = torch.randint(options.vocab, (options.batch, options.seq), generator=torch.Generator().manual_seed(SEED))
+    tokens = tokens.to(accelerator.device)
+    times = []
+    with waiting.counting():
+        for number in range(1 + options.steps):
+            dist.barrier()
+            start, waited = time.perf_counter(), waiting.ms
+            micro_batches = options.accumulation if number else 1  # the first step warms up
+            for micro in range(micro_batches):
+                accelerator.gradient_state._set_sync_gradients(micro == micro_batches - 1)
+                accelerator.backward(model(input_ids=tokens, labels=tokens).loss / options.accumulation)
+            optimizer.step()
+            optimizer.zero_grad()
+            if accelerator.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(((time.perf_counter() - start) * 1e3, waiting.ms - waited))
+    medians = [statistics.median(each) for each in zip(*times[1:], strict=True)]
+    slowest = torch.tensor(medians, device=accelerator.device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return Measured(*slowest.tolist())
