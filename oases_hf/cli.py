@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .commands import estimate, merge, plan, profile
+from .commands import estimate, merge, plan, profile, simulate
 from .verify import command as verify
 
 
@@ -31,6 +31,7 @@ class Command:
 COMMANDS = (
     Command("profile", profile.SUMMARY, profile.add_options, profile.run),
     Command("plan", plan.SUMMARY, plan.add_options, plan.run),
+    Command("simulate", simulate.SUMMARY, simulate.add_options, simulate.run),
     Command("estimate", estimate.SUMMARY, estimate.add_options, estimate.run),
     Command("merge", merge.SUMMARY, merge.add_options, merge.run),
     Command("verify", verify.SUMMARY, verify.add_options, verify.run),

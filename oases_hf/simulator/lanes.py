@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..costs import Slowdown
+from ..schedule import Instruction
 
 Lane = Literal["compute", "comm"]
 
@@ -23,7 +24,7 @@ class Span:
         end_ms: likewise.
     """
 
-    what: Hashable
+    what: Instruction | str
     lane: Lane
     begin_ms: float
     end_ms: float
@@ -50,7 +51,7 @@ class Lanes:
         self._queues: tuple[deque[_Collective], ...] = (deque(), deque())
         self._flying: dict[Hashable, _Collective] = {}
 
-    def compute(self, what: Hashable, work_ms: float) -> None:
+    def compute(self, what: Instruction | str, work_ms: float) -> None:
         """Do ``work_ms`` of computation."""
         begin_ms, slow = self.now_ms, self._slow
         while work_ms > 0.0 and (head := self._head()) is not None:
@@ -66,7 +67,7 @@ class Lanes:
         self.now_ms += max(work_ms, 0.0)
         self.spans.append(Span(what, "compute", begin_ms, self.now_ms))
 
-    def start(self, key: Hashable, what: Hashable, work_ms: float, *, behind: bool = False) -> None:
+    def start(self, key: Hashable, what: Instruction | str, work_ms: float, *, behind: bool = False) -> None:
         """Begin a collective that takes ``work_ms`` alone."""
         collective = self._flying[key] = _Collective(key, what, work_ms, behind)
         self._queues[behind].append(collective)
@@ -106,7 +107,7 @@ class Lanes:
 @dataclass(slots=True)
 class _Collective:
     key: Hashable
-    what: Hashable
+    what: Instruction | str
     left_ms: float
     behind: bool
     begin_ms: float | None = None
