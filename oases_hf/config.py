@@ -38,9 +38,6 @@ _READ: dict[str, Callable[[str], Any]] = {
     "ignore_failed_saves": _flag,
 }
 
-NOT_OF_THE_MODEL = frozenset({"memory_gib", "batch_size", "sequence_length", "async_save", "ignore_failed_saves"})
-"""Settings that say nothing of what a model is converted to."""
-
 
 @dataclass
 class OasesConfig:
@@ -68,7 +65,7 @@ class OasesConfig:
         batch_size: with ``degree="auto"``, rows of a micro-batch; OasesCallback knows it.
         sequence_length: with ``degree="auto"``, tokens of a row; OasesCallback looks at the first sample.
         async_save: with Trainer, write checkpoints while training goes on, from a copy in the host's memory; one has
-            its name at the end of a later step, and the next one waits for it.
+            its name at the end of a later step, so after callbacks' on_save, and the next one waits for it.
         ignore_failed_saves: with Trainer, train on when a checkpoint cannot be written, as on a full disk, instead of
             raising CheckpointError; the one before stays.
 
@@ -132,15 +129,11 @@ class OasesConfig:
         if clashing:
             raise ConfigError(f"plan and {clashing[0]} are both set; the plan holds {clashing[0]}: leave one out")
 
-    def check_same(self, loaded: OasesConfig) -> None:
-        """Raise ConfigError where a setting says otherwise than ``loaded``, by which a model is sharded already."""
-        for setting in fields(self):
-            ours, theirs = getattr(self, setting.name), getattr(loaded, setting.name)
-            if setting.name not in NOT_OF_THE_MODEL and ours not in (None, theirs):
-                raise ConfigError(
-                    f"{setting.name}={ours!r}, and the model was loaded with {setting.name}={theirs!r}: it is sharded "
-                    f"already; give settings to load_pretrained only"
-                )
+    def over(self, other: OasesConfig) -> OasesConfig:
+        """These settings, and those of ``other`` where there are none."""
+        ours = {setting.name: getattr(self, setting.name) for setting in fields(self)}
+        theirs = {setting.name: getattr(other, setting.name) for setting in fields(other)}
+        return OasesConfig(**{name: theirs[name] if value is None else value for name, value in ours.items()})
 
     def load_plan(self) -> Plan | None:
         """The plan that was given, read from its file if need be."""

@@ -70,8 +70,10 @@ def _write(
         writer = number % axis.size
         rows = (rows for name in names for rows in _gather_rows(tensors[name], layouts[name], axis, writer))
         if axis.rank == writer:
-            file = TensorFile(folder / filename, {name: shapes[name] for name in names}, {"format": "pt"})
-            with noting(failures), file:
+            with (
+                noting(failures),
+                TensorFile(folder / filename, {name: shapes[name] for name in names}, {"format": "pt"}) as file,
+            ):
                 file.add_all(filter(torch.is_tensor, rows))
         for _ in rows:  # the others', and what is left after an error: those who send are waited for
             pass

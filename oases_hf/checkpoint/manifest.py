@@ -97,18 +97,26 @@ class Manifest:
         return [folder / name for name in sorted(self.files) if Path(name).match(FILE_PATTERN)]
 
 
+def check_whole(folder: Path) -> None:
+    """Raise CheckpointError unless training can go on from ``folder``: its writing was begun, and ended."""
+    if not (is_export(folder) and (folder / "trainer_state.json").exists()):
+        Manifest.read(folder)
+
+
 def is_whole(folder: Path) -> bool:
-    """Whether training can go on from ``folder``: not if its writing was begun and not ended."""
-    if (folder / MANIFEST_NAME).exists():
-        try:
-            Manifest.read(folder)
-        except CheckpointError:
-            return False
-        return True
-    return is_export(folder) and (folder / "trainer_state.json").exists()
+    """Whether training can go on from ``folder``."""
+    try:
+        check_whole(folder)
+    except CheckpointError:
+        return False
+    return True
 
 
 def is_export(folder: Path) -> bool:
     """Whether a folder has a model as Hugging Face writes it, and no training state of ours."""
-    names = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
-    return not (folder / MANIFEST_NAME).exists() and any((folder / name).exists() for name in names)
+    return not (folder / MANIFEST_NAME).exists() and has_safetensors(folder)
+
+
+def has_safetensors(folder: Path) -> bool:
+    """Whether a folder has a model as Hugging Face writes it."""
+    return any((folder / name).exists() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME))

@@ -28,6 +28,9 @@ from .stored import Stored
 
 log = logging.getLogger(__name__)
 
+BUFFERS_ONCE_SAVED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+"""Of buffers that files of older versions have, and models make by themselves now."""
+
 
 class Pretrained:
     """The weights of a model that was made without any.
@@ -48,15 +51,15 @@ class Pretrained:
     def __init__(self, model: PreTrainedModel, stored: Stored, where: Path) -> None:
         self._model, self._stored, self._where = model, stored, where
         found = found_under(model, stored.parts)
-        self._keys: dict[str, str] = {}
+        self._keys: dict[str, list[str]] = {}  # of a tensor's first name, what it is called in files: once if not tied
         self.missing: list[str] = []
         for names, tensor in named_tensors(model):
-            key = next((found[name] for name in names if name in found), None)
-            if key is None:
+            keys = list(dict.fromkeys(found[name] for name in names if name in found))
+            if not keys:
                 self.missing.append(names[0])
                 continue
-            self._keys[names[0]] = key
-            shape = stored.parts[key][0].shape
+            self._keys[names[0]] = keys
+            key, shape = keys[0], stored.parts[keys[0]][0].shape
             if shape != tuple(tensor.shape):
                 raise CheckpointError(
                     f"{where}: {key} has shape {shape}, and {names[0]} of {type(model).__name__} has "
@@ -67,20 +70,21 @@ class Pretrained:
                 f"{where} has nothing of {type(model).__name__}: it has {', '.join(list(stored.parts)[:3])}, …; "
                 f"choose the folder of such a model"
             )
-        self.missing = _without(self.missing, getattr(model, "_keys_to_ignore_on_load_missing", None))
-        unexpected = stored.parts.keys() - set(found.values())
-        self.unexpected = _without(sorted(unexpected), getattr(model, "_keys_to_ignore_on_load_unexpected", None))
+        self.unexpected = sorted(stored.parts.keys() - set(found.values()))
 
     def report(self) -> None:
         """Warn of what is missing, and of what is there for nothing."""
         name = type(self._model).__name__
-        if self.missing:
+        missing = _without(self.missing, getattr(self._model, "_keys_to_ignore_on_load_missing", None))
+        ignored = getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        unexpected = _without(self.unexpected, (*ignored, *BUFFERS_ONCE_SAVED))
+        if missing:
             log.warning(
                 "%s has no %s: initialised at random, train it before you use the %s",
-                *(self._where, ", ".join(self.missing), name),
+                *(self._where, ", ".join(missing), name),
             )
-        if self.unexpected:
-            log.warning("%s has %s, which %s has no use for", self._where, ", ".join(self.unexpected), name)
+        if unexpected:
+            log.warning("%s has %s, which %s has no use for", self._where, ", ".join(unexpected), name)
 
     def initialise_missing(self) -> None:
         """Give whole random weights to what is missing, as Hugging Face does, before the model is split."""
@@ -89,7 +93,7 @@ class Pretrained:
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
-                if f"{module_name}.{name}" in missing:
+                if f"{module_name}.{name}".removeprefix(".") in missing:
                     whole = torch.empty_like(parameter, device="cpu")
                     module._parameters[name] = nn.Parameter(whole, parameter.requires_grad)
                 else:
@@ -109,10 +113,15 @@ class Pretrained:
         state, failures = converted(self._model), list[Exception]()
         with noting(failures), torch.no_grad():
             for names, tensor in named_tensors(self._model):
-                key = self._keys.get(names[0])
-                if key is not None:
-                    part = read_part(self._stored, key, state, names[0], tensor)
-                    _replace(tensor, torch.empty_like(tensor, device=device).copy_(part))
+                parts = [read_part(self._stored, k, state, names[0], tensor) for k in self._keys.get(names[0], ())]
+                if any(not torch.equal(parts[0], part) for part in parts[1:]):
+                    both = " and ".join(self._keys[names[0]])
+                    raise CheckpointError(
+                        f"{both} are both stored, and differ, but the model's config ties them; load with "
+                        f"tie_word_embeddings=False"
+                    )
+                if parts:
+                    _replace(tensor, torch.empty_like(tensor, device=device).copy_(parts[0]))
         agree(state.mesh, failures, f"{self._where} cannot be loaded")
         self._stored.close()
 

@@ -7,6 +7,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -18,7 +19,7 @@ from ..errors import CheckpointError
 from ..parallel.mesh import Mesh
 from .agreement import together
 from .files import TensorFile
-from .manifest import is_export
+from .manifest import MANIFEST_NAME, has_safetensors
 from .plain import files_of_index
 from .stored import Stored
 
@@ -28,13 +29,13 @@ SAFETENSORS = (CONFIG_NAME, GENERATION_CONFIG_NAME, "model*.safetensors", "model
 PICKLES = ("pytorch_model*.bin", WEIGHTS_INDEX_NAME)
 
 
-def find(name: str, revision: str | None = None, file: str | None = None) -> Path:
+def find(name: str, file: str | None = None, **hub: Any) -> Path:
     """The folder of a model: ``name`` itself, or where the hub's files of that id are, once they are downloaded.
 
     Args:
         name: a folder, or a hub id.
-        revision: of the hub's files.
         file: the only one that is needed.
+        **hub: ``revision``, ``token``, ``cache_dir`` or ``local_files_only``.
 
     Raises:
         CheckpointError: there is no such folder, and no such model.
@@ -43,9 +44,9 @@ def find(name: str, revision: str | None = None, file: str | None = None) -> Pat
         return Path(name)
     try:
         patterns = [file] if file else list(SAFETENSORS)
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-        if file is None and not is_export(folder):
-            snapshot_download(name, revision=revision, allow_patterns=list(PICKLES))
+        folder = Path(snapshot_download(name, allow_patterns=patterns, **hub))
+        if file is None and not has_safetensors(folder):
+            snapshot_download(name, allow_patterns=list(PICKLES), **hub)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise CheckpointError(f"{name} is no folder here, and no model that the hub gives: {error}") from error
     return folder
@@ -55,6 +56,10 @@ def pickles_of(folder: Path) -> list[Path]:
     """The ``.bin`` files of a model's folder; raises CheckpointError when there are none."""
     if (folder / WEIGHTS_NAME).is_file():
         return [folder / WEIGHTS_NAME]
+    if (folder / MANIFEST_NAME).is_file():
+        raise CheckpointError(
+            f"{folder} is a training checkpoint: resume from it, or make a model of it with `oases-hf merge`"
+        )
     if not (folder / WEIGHTS_INDEX_NAME).is_file():
         raise CheckpointError(
             f"{folder} has no weights: neither {SAFE_WEIGHTS_NAME} nor {WEIGHTS_NAME}, nor an index of several; "
@@ -87,11 +92,12 @@ def rewritten(read: Callable[[], Iterable[Tensors]], mesh: Mesh, local_rank: int
     Raises:
         CheckpointError: they cannot be read, or written; all ranks raise.
     """
-    folder = Path(tempfile.mkdtemp(prefix="oases-")) if local_rank == 0 else Path()
+    folder = Path()
     try:
-        advice = f"it takes the model's size in {tempfile.gettempdir()}; TMPDIR names another folder"
+        advice = "it takes the model's size where temporary files are; TMPDIR names another folder"
         with together(mesh, "the weights cannot be rewritten as safetensors", advice):
             if local_rank == 0:
+                folder = Path(tempfile.mkdtemp(prefix="oases-"))
                 for number, tensors in enumerate(read()):
                     with TensorFile(folder / f"{number}.safetensors", tensors, {"format": "pt"}) as file:
                         for tensor in tensors.values():
@@ -100,5 +106,5 @@ def rewritten(read: Callable[[], Iterable[Tensors]], mesh: Mesh, local_rank: int
         with together(mesh, f"{there} cannot be read"):
             return Stored(sorted(there.iterdir()))
     finally:
-        if local_rank == 0:
+        if folder != Path():
             shutil.rmtree(folder, ignore_errors=True)

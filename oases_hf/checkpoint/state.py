@@ -12,7 +12,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -95,8 +95,9 @@ class Saving:
             self._written: Future[Written] = Future()
             if behind:
                 entries = [replace(each, tensor=each.tensor.detach().to("cpu", copy=True)) for each in entries]
-                threading.Thread(target=self._write, args=(entries,), name="oases-saving").start()
-        if not behind:
+        if behind:
+            threading.Thread(target=self._write, args=(entries,), name="oases-saving").start()
+        else:
             self._write(entries)
 
     @property
@@ -122,13 +123,23 @@ class Saving:
                 _publish(self._there, self._folder)
 
     def _write(self, entries: Sequence[Entry]) -> None:
+        failure = ""
         try:
             self._written.set_result(_write(self._file, entries))
         except Exception as error:
-            self._written.set_exception(error)
+            failure = str(error)
+        if failure:  # not the error itself: its traceback would keep all that was to be written
+            self._written.set_exception(CheckpointError(failure))
 
-    def _together(self) -> AbstractContextManager[None]:
-        return together(self._mesh, self._what, FREE_SPACE)
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        try:
+            with together(self._mesh, self._what, FREE_SPACE):
+                yield
+        except CheckpointError:
+            if self._mesh.world.rank == 0:
+                _remove(self._there)
+            raise
 
 
 def unfinished(folder: Path) -> Path:
@@ -142,6 +153,18 @@ def finish(folder: Path) -> None:
         _publish(unfinished(folder), folder)
 
 
+def numbered(folder: Path, begin: str) -> list[Path]:
+    """The folders whose names are ``begin`` and a number, in the order of these, once all that can be are finished."""
+
+    def found(there: Path) -> dict[int, Path]:
+        numbers = ((path.name.removeprefix(begin), path) for path in there.glob(f"{begin}*") if path.is_dir())
+        return {int(number): path for number, path in numbers if number.isdigit()}
+
+    for path in found(unfinished(folder / begin).parent).values():
+        finish(folder / path.name)
+    return [path for _, path in sorted(found(folder).items())]
+
+
 def _publish(whole: Path, final: Path) -> None:
     """Give a folder its name, in the place of what has it."""
     replaced = whole.with_name(f"{whole.name}.replaced")
@@ -150,9 +173,14 @@ def _publish(whole: Path, final: Path) -> None:
         os.rename(final, replaced)
     os.rename(whole, final)
     sync_folder(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-    with suppress(OSError):  # somebody else's, still
-        whole.parent.rmdir()
+    _remove(replaced)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder, and the one that it is in if that is empty then."""
+    shutil.rmtree(folder, ignore_errors=True)
+    with suppress(OSError):
+        folder.parent.rmdir()
 
 
 def _entries(

@@ -57,7 +57,7 @@ class OasesPlugin(OasesConfig):
         _check_accelerator(accelerator)
         state = getattr(model, "oases", None)
         if isinstance(state, Converted) and state.loaded_with is not None:
-            self.check_same(state.loaded_with)
+            _check_same(self, state, state.loaded_with)
             state.loaded_with = None
         else:
             check_plain(model)
@@ -73,6 +73,29 @@ class OasesPlugin(OasesConfig):
         if mesh.world.rank == 0:
             print(banner(model, state), flush=True)
         return model
+
+
+def _check_same(config: OasesConfig, state: Converted, loaded: OasesConfig) -> None:
+    """Refuse settings that say otherwise than what the model is converted to already; raises ConfigError."""
+    plan = state.plan
+    degrees, recompute = set(plan.degrees), set(plan.recompute)
+    is_now: dict[str, Any] = {
+        "tmp_size": plan.tmp_size,
+        "degree": degrees.pop() if len(degrees) == 1 else None,
+        "schedule": plan.schedule,
+        "sub_batches": plan.sub_batches,
+        "recompute": recompute.pop() if len(recompute) == 1 else None,
+        "shard_optimizer": plan.shard_optimizer,
+        "defer_weight_grads": state.stack.defer,
+        "gather_logits": state.vocabulary.gather_logits,
+    }
+    asked = {name: getattr(config, name) for name in is_now} | {"plan": config.load_plan()}
+    for name, value in asked.items():
+        if value not in (None, getattr(loaded, name), {**is_now, "plan": plan}[name]):
+            raise ConfigError(
+                f"{name}={value!r}, and load_pretrained has converted the model with {name}={is_now.get(name)!r}; give "
+                f"settings to load_pretrained"
+            )
 
 
 def banner(model: nn.Module, state: Converted) -> str:
@@ -193,13 +216,13 @@ def _backward(accelerator: Accelerator, model: PreTrainedModel, state: Converted
 
     def backward(loss: Tensor, **kwargs: Any) -> None:
         stepping = accelerator.sync_gradients and not held
+        progress.backward(last=stepping)
         gradients = state.gradients
         gradients.reopen()
         state.stack.reduce_now = stepping or gradients.eager
         own(loss, **kwargs)
         if stepping:
             gradients.finish()
-            progress.step += 1
         elif gradients.eager:
             gradients.hand_over()
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import select
-import socket
 import sys
 import threading
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +24,8 @@ from ..parallel.mesh import ended
 GRACE_S = 3.0
 """For the error that a rank finds by itself when another is gone: it has a traceback, and says less."""
 
+POLL_S = 0.2
+
 SOON_S = 1.0
 """In which a rank that fails since another is gone learns of that."""
 
@@ -33,9 +36,18 @@ class Progress:
 
     Attributes:
         step: the optimizer step that runs, counted from 1.
+        told: somebody sets it, who knows how many went before; else backwards are counted.
     """
 
     step: int = 1
+    told: bool = False
+    _completed: bool = False
+
+    def backward(self, last: bool) -> None:
+        """Note that a micro-batch's backward begins, the last of a step or not."""
+        if self._completed and not self.told:
+            self.step += 1
+        self._completed = last
 
 
 @cache
@@ -43,18 +55,24 @@ def end_together() -> Progress:
     """Leave the process group in order when this process ends; end it soon when another rank fails or is killed.
 
     A rank that is gone leaves the others in collectives that last for minutes, or for ever. So each watches those on
-    its machine; launchers watch the other machines. Returns what the caller is to keep up to date.
+    its machine; launchers watch the other machines, and who starts ranks by multiprocessing watches them all: these end
+    without a word. Returns what the caller is to keep up to date.
     """
     progress = Progress()
     if not dist.is_initialized():
         return progress
+    if multiprocessing.parent_process() is not None:
+        atexit.register(_leave)
+        return progress
     own_hook, rank, store = sys.excepthook, dist.get_rank(), distributed_c10d._get_default_store()
-    failed, judged = False, threading.Event()
+    failed, judged, own_pid = False, threading.Event(), os.getpid()
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         nonlocal failed
         failed = True
         own_hook(kind, error, trace)
+        if os.getpid() != own_pid:
+            return
         said = f"failed in step {progress.step}: {kind.__name__}: {error}"
         print(f"oases: rank {rank} {said}", file=sys.stderr, flush=True)
         with suppress(RuntimeError):  # who keeps it is gone
@@ -62,40 +80,60 @@ def end_together() -> Progress:
         judged.wait(SOON_S)  # if it is for another's end, say so
 
     def leave() -> None:
-        if failed:
+        if failed or os.getpid() != own_pid:
             return
         with suppress(RuntimeError):
             store.set(ended(rank), "")
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        _leave()
 
     sys.excepthook = hook
     atexit.register(leave)
-    if hasattr(os, "pidfd_open"):
-        store.set(_process(rank), f"{os.getpid()} {socket.gethostname()}")
+    if hasattr(os, "pidfd_open"):  # on Linux
+        store.set(_process(rank), f"{own_pid} {_machine()}")
         arguments = (rank, dist.get_world_size(), store, progress, judged)
         threading.Thread(target=_watch, args=arguments, daemon=True, name="oases-watch").start()
     return progress
 
 
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def _watch(rank: int, size: int, store: Any, progress: Progress, judged: threading.Event) -> None:
     """Wait for the end of the other processes on this machine."""
+
+    def judge(other: int) -> None:
+        if said := _judged(other, store, progress):
+            print(f"oases: {said}; rank {rank} ends with it", file=sys.stderr, flush=True)
+            judged.set()
+            time.sleep(GRACE_S)
+            sys.stdout.flush()
+            os._exit(1)
+
     ends, others = select.poll(), dict[int, int]()
-    for other in range(size):
-        pid, host = store.get(_process(other)).decode().split(maxsplit=1)
-        if other != rank and host == socket.gethostname():
-            with suppress(OSError):  # of another container
+    with suppress(RuntimeError):  # the store went with whoever kept it
+        for other in range(size):
+            while not store.check([_process(other)]):  # to wait in the store would keep others from it
+                time.sleep(POLL_S)
+            pid, machine = store.get(_process(other)).decode().split(maxsplit=1)
+            if other == rank or machine != _machine():
+                continue
+            try:
                 others[descriptor := os.pidfd_open(int(pid))] = other
                 ends.register(descriptor, select.POLLIN)
+            except ProcessLookupError:
+                judge(other)
     while others:
         for descriptor, _ in ends.poll():
             ends.unregister(descriptor)
             os.close(descriptor)
-            if said := _judged(others.pop(descriptor), store, progress):
-                print(f"oases: {said}; rank {rank} ends with it", file=sys.stderr, flush=True)
-                judged.set()
-                time.sleep(GRACE_S)
-                os._exit(1)
+            judge(others.pop(descriptor))
+
+
+def _machine() -> str:
+    """What processes have in common that see each other's ids: a running kernel, and a namespace of ids."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 def _judged(other: int, store: Any, progress: Progress) -> str | None:

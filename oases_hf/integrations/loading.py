@@ -14,16 +14,19 @@ from torch import nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from ..checkpoint.agreement import together
-from ..checkpoint.manifest import is_export
+from ..checkpoint.manifest import has_safetensors
 from ..checkpoint.plain import export_files
 from ..checkpoint.pretrained import Pretrained, dtype_of, without_weights
 from ..checkpoint.sources import Tensors, find, pickles_of, rewritten, unpickled
 from ..checkpoint.stored import Stored
 from ..config import OasesConfig
-from ..errors import UnsupportedModelError
+from ..errors import ConfigError, UnsupportedModelError
 from ..models import family_of
 from ..parallel.mesh import Mesh
 from .planning import convert_as, device_of, mesh_of
+
+HUB = ("revision", "token", "cache_dir", "local_files_only")
+"""Settings that say how to download."""
 
 
 def load_pretrained(
@@ -32,7 +35,6 @@ def load_pretrained(
     config: OasesConfig | None = None,
     *,
     dtype: str | torch.dtype = "auto",
-    revision: str | None = None,
     gguf_file: str | None = None,
     accelerator: Accelerator | None = None,
     **settings: Any,
@@ -48,10 +50,10 @@ def load_pretrained(
         path: a folder, or a hub id.
         config: how to split it; read from the environment when None.
         dtype: of the weights. ``auto``: that of the model's config, or else of its files.
-        revision: of the hub's files.
         gguf_file: the name of a GGUF file in ``path``, to be read instead of others.
         accelerator: that will train the model: ``degree="auto"`` measures in its precision.
-        **settings: of the model's config, like ``num_labels`` or ``attn_implementation``, or else of its class.
+        **settings: of the model's config, like ``num_labels`` or ``attn_implementation``, or else of its class; for the
+            hub ``revision``, ``token``, ``cache_dir`` and ``local_files_only``.
 
     Raises:
         CheckpointError: files are missing or damaged, or are those of another model; all ranks raise.
@@ -60,9 +62,12 @@ def load_pretrained(
     """
     on_cpu = not torch.cuda.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
     oases, local = config or OasesConfig(), PartialState(cpu=on_cpu)
+    hub = {name: settings.pop(name) for name in HUB if name in settings}
+    if "torch_dtype" in settings:
+        raise ConfigError("torch_dtype is called dtype")
     mesh = mesh_of(oases)
     with together(mesh, f"{path} cannot be loaded"):
-        folder = find(str(path), revision, gguf_file)
+        folder = find(str(path), gguf_file, **hub)
         gguf = {"gguf_file": gguf_file} if gguf_file else {}
         model_config, unused = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **gguf, **settings)
         of_model = {name: value for name, value in unused.items() if name in settings}
@@ -70,8 +75,11 @@ def load_pretrained(
     family_of(model_config)
     if getattr(model_config, "quantization_config", None):
         raise UnsupportedModelError(f"{path} is quantised; choose a model that is not, or dequantise it first")
-    stored = _stored(auto_class, folder, gguf_file, mesh, local.local_process_index)
-    model = without_weights(auto_class, model_config, dtype_of(dtype, model_config, stored), **of_model)
+    stored = _stored(auto_class, folder, {**gguf, **settings}, mesh, local.local_process_index)
+    try:
+        model = without_weights(auto_class, model_config, dtype_of(dtype, model_config, stored), **of_model)
+    except TypeError as error:
+        raise ConfigError(f"{error}; load_pretrained takes settings of the config and of the model's class") from error
     with together(mesh, f"{path} cannot be loaded"):
         pretrained = Pretrained(model, stored, folder)
     if mesh.world.rank == 0:
@@ -89,16 +97,18 @@ def load_pretrained(
     return model
 
 
-def _stored(auto_class: Any, folder: Path, gguf_file: str | None, mesh: Mesh, local_rank: int) -> Stored:
+def _stored(auto_class: Any, folder: Path, settings: dict[str, Any], mesh: Mesh, local_rank: int) -> Stored:
     """The weights of a model's folder."""
+    gguf = "gguf_file" in settings
     with together(mesh, f"{folder} cannot be loaded"):
-        if gguf_file is None and is_export(folder):
+        if not gguf and has_safetensors(folder):
             return Stored(export_files(folder))
-        pickles = [] if gguf_file else pickles_of(folder)
+        pickles = [] if gguf else pickles_of(folder)
 
     def read() -> Iterable[Tensors]:
-        if gguf_file is None:
+        if not gguf:
             return unpickled(pickles)
-        return [auto_class.from_pretrained(folder, gguf_file=gguf_file).state_dict()]
+        model, about = auto_class.from_pretrained(folder, output_loading_info=True, **settings)
+        return [{name: value for name, value in model.state_dict().items() if name not in about["missing_keys"]}]
 
     return rewritten(read, mesh, local_rank)

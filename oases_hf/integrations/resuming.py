@@ -16,10 +16,10 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
-from ..checkpoint import Checkpoint, Saving, finish, load_export, load_plain_optimizer
+from ..checkpoint import Checkpoint, Saving, load_export, load_plain_optimizer
 from ..checkpoint.agreement import FREE_SPACE, noting, together
-from ..checkpoint.manifest import is_export, is_whole
-from ..checkpoint.state import unfinished
+from ..checkpoint.manifest import check_whole, is_export
+from ..checkpoint.state import numbered, unfinished
 from ..config import OasesConfig
 from ..errors import CheckpointError
 from ..models.converted import Converted
@@ -77,7 +77,7 @@ class TrainerCheckpoints:
         self._trainer, self._model, self._state = trainer, model, state
         self._export, self._save_processor = export, save_processor
         self._stopping, self._config = stopping, config
-        self._saving: tuple[Saving, Path] | None = None
+        self._saving: tuple[Saving, Path, str | None] | None = None  # where, and which is the best if it fails
         self._failures: list[Exception] = []  # of what Trainer writes between its collectives
         self._beside: Path | None = None  # where a checkpoint is being written
         self._opened: tuple[Path, Checkpoint] | None = None
@@ -97,6 +97,7 @@ class TrainerCheckpoints:
         trainer.add_callback(FinishSaving(self))
 
     def _train(self, own: Callable[..., Any], resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        self.finish_saving(ignore=True)  # of a run that failed
         if resume_from_checkpoint is True:
             folder = Path(self._trainer.args.output_dir or ".")
             found = self._state.mesh.from_first(lambda: last_checkpoint(folder))
@@ -110,41 +111,44 @@ class TrainerCheckpoints:
             with noting(self._failures):
                 self._save_processor(self._beside)
 
-    def finish_saving(self, wait: bool = True) -> None:
+    def finish_saving(self, wait: bool = True, ignore: bool = False) -> None:
         """Give the checkpoint that is being written its name, once all ranks have written it; older ones go then.
 
         Args:
             wait: until they have; else leave it if they have not.
+            ignore: that it could not be written.
         """
         if self._saving is None:
             return
-        saving, folder = self._saving
+        saving, folder, best = self._saving
         done = torch.tensor([wait or saving.done], dtype=torch.int64)
         if not int(self._state.mesh.control.all_reduce(done, dist.ReduceOp.MIN)):
             return
         self._saving = None
         trainer, args = self._trainer, self._trainer.args
-        with self._ignoring():
+        with self._ignoring(best, ignore):
             saving.finish()
             if args.push_to_hub:
                 trainer._push_from_checkpoint(str(folder))
             if args.should_save:
-                best = trainer.state.best_model_checkpoint
-                rotate_checkpoints(str(folder.parent), args.save_total_limit, best, use_mtime=True)
+                kept = trainer.state.best_model_checkpoint
+                rotate_checkpoints(str(folder.parent), args.save_total_limit, kept, use_mtime=True)
 
     @contextmanager
-    def _ignoring(self) -> Iterator[None]:
-        """Go on after a save that failed on all ranks, if that is asked for."""
+    def _ignoring(self, best: str | None, ignore: bool) -> Iterator[None]:
+        """Go on after a save that failed on all ranks, if that is asked for; the best checkpoint is ``best`` again."""
         try:
             yield
         except CheckpointError as error:
-            if not self._config.ignore_failed_saves or self._stopping.agreed:
+            self._trainer.state.best_model_checkpoint = best
+            if not (ignore or (self._config.ignore_failed_saves and not self._stopping.agreed)):
                 raise
-            log.error("training goes on without that checkpoint: %s", error)
+            log.error("going on without that checkpoint: %s", error)
 
     def _save(self, own: Callable[..., None], model: Any, trial: Any) -> None:
-        self.finish_saving()
-        with self._ignoring():
+        self.finish_saving(ignore=bool(self._stopping.agreed))
+        best = self._trainer.state.best_model_checkpoint
+        with self._ignoring(best, ignore=False):
             self._save_checkpoint(own, model, trial)
         if not self._config.async_save or self._stopping.agreed or self._trainer.control.should_training_stop:
             self.finish_saving()
@@ -161,6 +165,7 @@ class TrainerCheckpoints:
         if args.should_save:
             shutil.rmtree(unfinished(folder).parent, ignore_errors=True)  # of a run that crashed
         self._opened = None
+        best = trainer.state.best_model_checkpoint  # Trainer notes a new one before it is there
 
         def beside(there: Path) -> None:
             self._beside = there
@@ -175,7 +180,7 @@ class TrainerCheckpoints:
         try:
             optimizers, behind = [plain(trainer.optimizer)], bool(self._config.async_save)
             saving = Saving(self._model, optimizers, folder, beside, self._rows_per_step(), behind=behind)
-            self._saving = saving, folder
+            self._saving = saving, folder, best
         finally:
             self._beside = None
             self._failures.clear()
@@ -267,17 +272,14 @@ def last_checkpoint(folder: Path) -> str | None:
     Raises:
         CheckpointError: there are some, and none is whole.
     """
-    for path in unfinished(folder / PREFIX_CHECKPOINT_DIR).parent.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        finish(folder / path.name)
-    found = {
-        int(step): path
-        for path in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*")
-        if path.is_dir() and (step := path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")).isdigit()
-    }
-    for _, path in sorted(found.items(), reverse=True):
-        if is_whole(path):
+    found = numbered(folder, f"{PREFIX_CHECKPOINT_DIR}-")
+    for path in reversed(found):
+        try:
+            check_whole(path)
+        except CheckpointError as error:
+            log.warning("passed over: %s", error)
+        else:
             return str(path)
-        log.warning("%s was not written to its end, or is damaged; passed over", path)
     if found:
         raise CheckpointError(f"no checkpoint in {folder} is whole; start anew, or resume from another folder")
     return None

@@ -16,12 +16,16 @@ from transformers import PreTrainedModel
 from ..checkpoint import Checkpoint, Saving
 from ..checkpoint.agreement import together
 from ..checkpoint.manifest import is_whole
+from ..checkpoint.state import numbered
 from ..errors import CheckpointError
 from ..models.converted import Converted
 from .optimizers import plain
 from .overrides import override, replaced
 
 log = logging.getLogger(__name__)
+
+AUTOMATIC = "checkpoint_"
+"""What the names begin with that Accelerate gives by itself."""
 
 
 def keep_state(accelerator: Accelerator, model: PreTrainedModel, state: Converted) -> None:
@@ -31,7 +35,7 @@ def keep_state(accelerator: Accelerator, model: PreTrainedModel, state: Converte
     def save(output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
         automatic = naming.automatic_checkpoint_naming
         if automatic:
-            folder = _named(accelerator) / f"checkpoint_{accelerator.save_iteration}"
+            folder = _named(accelerator) / f"{AUTOMATIC}{accelerator.save_iteration}"
         elif output_dir is None:
             raise CheckpointError("accelerator.save_state: give output_dir, or turn on automatic_checkpoint_naming")
         else:
@@ -43,13 +47,13 @@ def keep_state(accelerator: Accelerator, model: PreTrainedModel, state: Converte
 
         Saving(model, _optimizers(accelerator, model), folder, beside).finish()
         if automatic and naming.total_limit is not None and accelerator.is_main_process:
-            for old in _by_number(folder.parent)[: -naming.total_limit]:
+            for old in numbered(folder.parent, AUTOMATIC)[: -naming.total_limit]:
                 shutil.rmtree(old, ignore_errors=True)
         return str(folder)
 
     def load(input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         if input_dir is None and naming.automatic_checkpoint_naming:
-            found = state.mesh.from_first(lambda: list(filter(is_whole, _by_number(_named(accelerator)))))
+            found = state.mesh.from_first(lambda: list(filter(is_whole, numbered(_named(accelerator), AUTOMATIC))))
             if not found:
                 raise CheckpointError(f"{_named(accelerator)} has no checkpoint that is whole")
             input_dir = str(found[-1])
@@ -78,12 +82,6 @@ def keep_state(accelerator: Accelerator, model: PreTrainedModel, state: Converte
 def _named(accelerator: Accelerator) -> Path:
     """Where Accelerate puts the checkpoints that it names by itself."""
     return Path(accelerator.project_dir or ".") / "checkpoints"
-
-
-def _by_number(folder: Path) -> list[Path]:
-    """The checkpoints that Accelerate has named, oldest first."""
-    numbered = [(path.name.removeprefix("checkpoint_"), path) for path in folder.glob("checkpoint_*")]
-    return [path for number, path in sorted((int(n), p) for n, p in numbered if n.isdigit())]
 
 
 @contextmanager

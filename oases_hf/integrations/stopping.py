@@ -49,7 +49,8 @@ class StopOnSignal(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Let messages say which step it is; resumed training does not begin with the first."""
-        end_together().step = state.global_step + 1
+        progress = end_together()
+        progress.step, progress.told = state.global_step + 1, True
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Agree on whether to stop; then save, and evaluate no more."""

@@ -74,12 +74,14 @@ class OasesCallback(TrainerCallback):
             raise UnsupportedModelError(
                 f"the Trainer's model is a {type(model).__name__}, not a transformers PreTrainedModel"
             )
+        loaded = getattr(getattr(model, "oases", None), "loaded_with", None)
+        config = self.config if loaded is None else self.config.over(loaded)
         settings = {setting.name: getattr(self.config, setting.name) for setting in fields(self.config)}
         if self.config.degree == "auto":
             settings["batch_size"] = settings["batch_size"] or trainer.args.train_batch_size
             settings["sequence_length"] = settings["sequence_length"] or _sequence_length(trainer)
         OasesPlugin(**settings).install(trainer.accelerator, model)
-        _take_over(trainer, model, converted(model), self.config)
+        _take_over(trainer, model, converted(model), config)
         self._trainer = weakref.ref(trainer)
 
 

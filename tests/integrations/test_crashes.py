@@ -7,6 +7,8 @@ import os
 import re
 import shutil
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +29,7 @@ from oases_hf.models.converted import converted
 
 from ..launch import launch, run_launcher
 from ..ranks import Worlds
-from .fitting import Task, build, fit, whole_parameters
+from .fitting import Task, build, fit, rows, whole_parameters
 from .killing import SAVING, check, in_a_child, restore, trained
 from .test_saving import assert_equal
 
@@ -256,6 +258,109 @@ def test_going_on_without_a_checkpoint(ranks: Worlds, rank: int) -> None:
     through, *_ = ranks(2).run(fit, Task({"max_steps": 3}, exact=False), {})
     for found in ranks(2).run(going_on, rank):
         assert_equal(found, through.end)
+
+
+BEST = {"metric_for_best_model": "loss", "greater_is_better": False, "eval_strategy": "steps", "eval_steps": 1}
+
+
+def failed_best(arguments: dict[str, Any], settings: dict[str, Any]) -> tuple[str | None, list[str]]:
+    """On a rank: the checkpoint of step 2, which is better than that of step 1, fails; which is the best, and is there.
+
+    Trainer would load it at the end, or keep it when it deletes others.
+    """
+    given = {**SAVING, "max_steps": 2, **BEST, **arguments}
+    trainer = build(
+        Task(given, exact=False, options={"eval_dataset": rows(4, seed=9)}), {"ignore_failed_saves": True, **settings}
+    )
+    losses = iter([3.0, 2.0])
+    own = trainer.evaluate
+
+    def evaluate(*args: Any, **kwargs: Any) -> dict[str, float]:
+        return {**own(*args, **kwargs), "eval_loss": next(losses)}
+
+    trainer.evaluate = evaluate  # type: ignore[method-assign]
+    with full_in_the_second_save(trainer, 1):
+        trainer.train()
+    dist.barrier()
+    return trainer.state.best_model_checkpoint, sorted(os.listdir("out"))
+
+
+@pytest.mark.parametrize("settings", [{}, {"async_save": True}], ids=str)
+@pytest.mark.parametrize("load", [True, False], ids=["loaded", "kept"])
+def test_a_failed_save_is_not_the_best(ranks: Worlds, load: bool, settings: dict[str, Any]) -> None:
+    for best, there in ranks(2).run(failed_best, {"load_best_model_at_end": load}, settings):
+        assert (best, there) == ("out/checkpoint-1", ["checkpoint-1"])
+
+
+def stopped_after_a_failure(rank: int) -> list[str]:
+    """On a rank: writing step 2 behind fails, and a signal comes in step 3; what is there when the process ends."""
+    trainer = build(Task({**SAVING, "max_steps": 9, "save_total_limit": None}), {"async_save": True})
+    hold = threading.Event()
+    own = DurableFile.write
+
+    def write(file: DurableFile, data: bytes | memoryview) -> None:
+        if dist.get_rank() == rank and "checkpoint-2" in str(file._path):
+            hold.wait(5.0)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        own(file, data)
+
+    class Stop(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 3:
+                hold.set()
+
+    trainer.add_callback(Stop())
+    with mock.patch.object(DurableFile, "write", write), pytest.raises(SystemExit) as raised:
+        trainer.train()
+    assert raised.value.code == 128 + signal.SIGTERM
+    dist.barrier()
+    return sorted(os.listdir("out"))
+
+
+def test_a_signal_saves_after_a_save_that_failed(ranks: Worlds) -> None:
+    for there in ranks(2).run(stopped_after_a_failure, 1):
+        assert there == ["checkpoint-1", "checkpoint-3"]
+
+
+def interrupted() -> tuple[str, list[str]]:
+    """On a rank: training fails while a checkpoint is written behind; then it goes on from that one."""
+    trainer = build(Task({**SAVING, "max_steps": 4}), {"async_save": True})
+
+    class Fail(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                raise ValueError("out of luck")
+
+    fail = Fail()
+    trainer.add_callback(fail)
+    own = DurableFile.write
+
+    def write(file: DurableFile, data: bytes | memoryview) -> None:
+        time.sleep(0.02)
+        own(file, data)
+
+    with mock.patch.object(DurableFile, "write", write), pytest.raises(ValueError, match="out of luck"):
+        trainer.train()
+    trainer.remove_callback(fail)
+    begun = []
+
+    class Look(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            begun.append(state.global_step)
+
+    trainer.add_callback(Look())
+    trainer.train(resume_from_checkpoint=True)
+    dist.barrier()
+    return str(begun), sorted(os.listdir("out"))
+
+
+def test_going_on_from_what_was_being_written(ranks: Worlds) -> None:
+    for begun, there in ranks(2).run(interrupted):
+        assert (begun, there) == ("[2]", ["checkpoint-4"])
 
 
 @pytest.mark.parametrize("rank", [0, 1])

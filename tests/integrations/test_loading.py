@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import gguf
 import numpy as np
@@ -20,15 +20,19 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedModel,
+    Trainer,
+    TrainingArguments,
 )
 
-from oases_hf import OasesConfig, OasesPlugin, load_pretrained
+from oases_hf import OasesCallback, OasesConfig, OasesPlugin, load_pretrained, save_pretrained
+from oases_hf.checkpoint import Saving
 from oases_hf.errors import CheckpointError, ConfigError, UnsupportedModelError
+from oases_hf.models.converted import converted
 from scripts.bench.process import bytes_read, forget
 
 from ..families import FAMILIES
 from ..launch import launch
-from ..parallel import full
+from ..parallel import full, parallel
 from ..parity import float64_math
 from ..ranks import Worlds
 from ..reference import loss_of
@@ -318,6 +322,68 @@ def test_it_trains_as_a_model_that_was_whole(ranks: Worlds, tmp_path: Path, sett
             assert_equal(found, converted_whole)
 
 
+def test_ties_that_the_files_contradict_are_refused(ranks: Worlds, tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    for said in ranks(2).run(refusal, AutoModelForCausalLM, str(tmp_path), CheckpointError, tie_word_embeddings=True):
+        assert "are both stored, and differ, but the model's config ties them" in said or "another rank" in said
+    for found in ranks(2).run(loaded, AutoModelForCausalLM, str(tmp_path), {}, tie_word_embeddings=False):
+        assert_equal(found, expected(AutoModelForCausalLM, tmp_path))
+
+
+def test_a_gguf_that_lacks_a_head(ranks: Worlds, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    options: dict[str, Any] = {"gguf_file": "tiny.gguf", "num_labels": 5, "pad_token_id": 0}
+    (found, said), (other, _) = ranks(2).run(reported, AutoModelForSequenceClassification, str(tmp_path), **options)
+    assert found["score.weight"].shape == (5, 32)
+    assert_equal(found, other)
+    assert "no score.weight: initialised at random" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("option", "expected_text"),
+    [({"torch_dtype": "float32"}, "torch_dtype is called dtype"), ({"device_map": "auto"}, "device_map")],
+    ids=str,
+)
+def test_arguments_it_does_not_take(
+    ranks: Worlds, tmp_path: Path, option: Mapping[str, Any], expected_text: str
+) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    for said in ranks(2).run(refusal, AutoModelForCausalLM, str(tmp_path), ConfigError, **option):
+        assert expected_text in said
+
+
+def of_training(folder: str) -> str:
+    """On a rank: a training checkpoint is no model, but for one that has an export beside it."""
+    model = tiny_llama()
+    parallel(model, 2)
+    Saving(model, [], Path(folder), lambda there: None).finish()
+    said = refusal(AutoModelForCausalLM, folder, CheckpointError)
+    torch.distributed.barrier()
+    save_pretrained(model, folder)
+    assert_equal(loaded(AutoModelForCausalLM, folder, {}), whole(model))
+    return said
+
+
+def test_training_checkpoints(ranks: Worlds, tmp_path: Path) -> None:
+    for said in ranks(2).run(of_training, str(tmp_path / "checkpoint-1")):
+        assert "is a training checkpoint: resume from it, or make a model of it with `oases-hf merge`" in said
+
+
+def settings_kept(folder: str) -> tuple[Any, Any, int]:
+    """On a rank: what of load_pretrained's settings the Trainer has, and for how many ranks a batch is."""
+    oases = OasesConfig(tmp_size=2, async_save=True, ignore_failed_saves=True)
+    model = load_pretrained(AutoModelForCausalLM, folder, oases)
+    arguments = TrainingArguments("out", use_cpu=True, report_to="none")
+    trainer = Trainer(model, arguments, callbacks=[OasesCallback(OasesConfig(degree=2))])
+    checkpoints = cast(Any, trainer.train).func.__self__
+    return checkpoints._config.async_save, checkpoints._config.ignore_failed_saves, converted(model).mesh.tmp.size
+
+
+def test_the_callback_has_the_settings_of_loading(ranks: Worlds, tmp_path: Path) -> None:
+    tiny_llama(dtype=torch.float32).save_pretrained(tmp_path)
+    assert ranks(4).run(settings_kept, str(tmp_path)) == [(True, True, 2)] * 4
+
+
 def contradicted(folder: str) -> list[str]:
     """On a rank: why a loaded model is not installed by other settings, or twice."""
     model = load_pretrained(AutoModelForCausalLM, folder, OasesConfig(degree=2))
@@ -332,7 +398,7 @@ def contradicted(folder: str) -> list[str]:
 def test_other_settings_and_a_second_accelerator_are_refused(ranks: Worlds, tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path)
     for other, twice in ranks(2).run(contradicted, str(tmp_path)):
-        assert "degree=1, and the model was loaded with degree=2" in other
+        assert "degree=1, and load_pretrained has converted the model with degree=2" in other
         assert "converted already" in twice
 
 
