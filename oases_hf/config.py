@@ -21,6 +21,10 @@ def _degree(text: str) -> int | str:
     return text if text == "auto" else int(text)
 
 
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(","))
+
+
 _READ: dict[str, Callable[[str], Any]] = {
     "tmp_size": int,
     "degree": _degree,
@@ -34,6 +38,8 @@ _READ: dict[str, Callable[[str], Any]] = {
     "gather_logits": _flag,
     "shard_optimizer": str,
     "plan": str,
+    "trace": str,
+    "trace_steps": _numbers,
     "async_save": _flag,
     "ignore_failed_saves": _flag,
 }
@@ -64,6 +70,8 @@ class OasesConfig:
         memory_gib: with ``degree="auto"``, what a rank may use, in GiB. Default: nearly all of its device.
         batch_size: with ``degree="auto"``, rows of a micro-batch; OasesCallback knows it.
         sequence_length: with ``degree="auto"``, tokens of a row; OasesCallback looks at the first sample.
+        trace: a folder for traces of what ran when, one file per rank, for chrome://tracing or ui.perfetto.dev.
+        trace_steps: the optimizer steps to trace. Default: the third, when everything is warm.
         async_save: with Trainer, write checkpoints while training goes on, from a copy in the host's memory; one has
             its name at the end of a later step, so after callbacks' on_save, and the next one waits for it.
         ignore_failed_saves: with Trainer, train on when a checkpoint cannot be written, as on a full disk, instead of
@@ -85,6 +93,8 @@ class OasesConfig:
     memory_gib: float | None = None
     batch_size: int | None = None
     sequence_length: int | None = None
+    trace: str | Path | None = None
+    trace_steps: tuple[int, ...] | None = None
     async_save: bool | None = None
     ignore_failed_saves: bool | None = None
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -30,6 +31,10 @@ from .optimizers import common_scaler, scheduling, watch_steps
 from .overrides import override
 from .planning import convert_as, device_of, mesh_of
 from .states import keep_state
+from .tracing import Tracer
+
+TRACED_STEPS = (3,)
+"""The steps that are traced unless told: the first ones warm up."""
 
 
 @dataclass
@@ -67,12 +72,21 @@ class OasesPlugin(OasesConfig):
         cast(nn.Module, model).to(device_of(accelerator))  # sharded first: the whole model may not fit
         _neutralise(model)
         _tell_accelerate(accelerator, model, mesh)
-        _take_over(accelerator, model, state)
+        _take_over(accelerator, model, state, self._tracer(state, accelerator))
         if mesh.world.size > 1:
             watch_steps(state)
         if mesh.world.rank == 0:
             print(banner(model, state), flush=True)
         return model
+
+    def _tracer(self, state: Converted, accelerator: Accelerator) -> Tracer | None:
+        """What traces the steps that are asked for."""
+        if self.trace is None:
+            return None
+        steps = self.trace_steps or TRACED_STEPS
+        tracer = Tracer(Path(self.trace), steps, state.mesh.world.rank, device_of(accelerator), end_together())
+        state.stack.watch = tracer.watch
+        return tracer
 
 
 def _check_same(config: OasesConfig, state: Converted, loaded: OasesConfig) -> None:
@@ -170,7 +184,7 @@ def _is_news(record: logging.LogRecord) -> bool:
     return "not sharded by DTensor" not in record.getMessage()
 
 
-def _take_over(accelerator: Accelerator, model: PreTrainedModel, state: Converted) -> None:
+def _take_over(accelerator: Accelerator, model: PreTrainedModel, state: Converted, tracer: Tracer | None) -> None:
     """Replace the methods of this Accelerator that would be wrong on shards."""
     if accelerator.scaler is not None and state.mesh.world.size > 1:
         accelerator.scaler = common_scaler(accelerator)
@@ -189,7 +203,7 @@ def _take_over(accelerator: Accelerator, model: PreTrainedModel, state: Converte
     object.__setattr__(accelerator, "oases", state)
     override(
         accelerator,
-        backward=_backward(accelerator, model, state),
+        backward=_backward(accelerator, model, state, tracer),
         clip_grad_norm_=_clip(accelerator, state),
         gather_for_metrics=gathering(accelerator, state),
         prepare_model=prepare_model,
@@ -200,7 +214,9 @@ def _take_over(accelerator: Accelerator, model: PreTrainedModel, state: Converte
     keep_state(accelerator, model, state)
 
 
-def _backward(accelerator: Accelerator, model: PreTrainedModel, state: Converted) -> Callable[..., None]:
+def _backward(
+    accelerator: Accelerator, model: PreTrainedModel, state: Converted, tracer: Tracer | None
+) -> Callable[..., None]:
     own = accelerator.backward
     held, progress = 0, end_together()
 
@@ -216,17 +232,21 @@ def _backward(accelerator: Accelerator, model: PreTrainedModel, state: Converted
 
     def backward(loss: Tensor, **kwargs: Any) -> None:
         stepping = accelerator.sync_gradients and not held
-        progress.backward(last=stepping)
         gradients = state.gradients
         gradients.reopen()
         state.stack.reduce_now = stepping or gradients.eager
         own(loss, **kwargs)
         if stepping:
             gradients.finish()
+            progress.completed = True
+            if tracer is not None:
+                tracer.complete()
         elif gradients.eager:
             gradients.hand_over()
 
     object.__setattr__(model, "no_sync", no_sync)
+    progress.restart()
+    model.register_forward_pre_hook(lambda *_: progress.forward())
     return backward
 
 

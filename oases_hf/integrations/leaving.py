@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -36,18 +37,23 @@ class Progress:
 
     Attributes:
         step: the optimizer step that runs, counted from 1.
-        told: somebody sets it, who knows how many went before; else backwards are counted.
+        told: somebody sets it, who knows how many went before; else it is counted.
+        completed: the last backward of that step is done.
     """
 
     step: int = 1
     told: bool = False
-    _completed: bool = False
+    completed: bool = False
 
-    def backward(self, last: bool) -> None:
-        """Note that a micro-batch's backward begins, the last of a step or not."""
-        if self._completed and not self.told:
+    def restart(self) -> None:
+        """Note that another model is to be trained."""
+        self.step, self.told, self.completed = 1, False, False
+
+    def forward(self) -> None:
+        """Note that a forward begins; behind the last backward of a step that of the next one."""
+        if self.completed and not self.told and torch.is_grad_enabled():
             self.step += 1
-        self._completed = last
+            self.completed = False
 
 
 @cache
