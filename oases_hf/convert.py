@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from .errors import UnsupportedModelError
 from .models import Block, Family, family_of
 from .models.converted import Converted, converted
+from .models.reading import described
 from .models.shard import Placement, Sharder, check_layer, shard_layer
 from .models.vocabulary import Vocabulary
 from .parallel.equal import make_batch_equal, make_equal
@@ -34,8 +35,7 @@ from .runtime.stack import LayerBlock, Stack, StackList, one_by_one
 
 def describe(model: PreTrainedModel) -> str:
     """What a plan for ``model`` is for: its type, hidden size and layers."""
-    config = model.config
-    return f"{config.model_type}, hidden {config.hidden_size}, {config.num_hidden_layers} layers"
+    return described(model.config)
 
 
 def block_count(model: PreTrainedModel) -> int:

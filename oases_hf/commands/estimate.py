@@ -7,13 +7,14 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import ConfigError, UnsupportedModelError
-from .options import above_zero, add_model, count
+from ..simulator.cluster import shipped
+from .options import above_zero, add_model, count, new_file
 
 SUMMARY = "estimate the memory of a rank for every degree, without weights, ranks or GPUs"
 DESCRIPTION = """Estimate what a rank holds at its peak, for every degree and recompute choice of all blocks:
 parameters, gradients, optimizer state, activations kept for backward, temporaries (of a block or of the loss, whichever
 are more), and the states of embedding and head. One layer is run on tensors without data: it takes seconds.
-Exit code: 0 estimated, 2 wrong usage."""
+With --cluster also what they take there, by data sheets. Exit code: 0 estimated, 2 wrong usage."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +25,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--data-size", type=count, metavar="D", default=1, help="TMP worlds; each holds all states (default: 1)")
     add("--sub-batches", type=count, metavar="K", default=2, help="that a batch is split into (default: 2)")
     add("--optimizer-bytes", type=count, metavar="N", default=8, help="of state per parameter (default: 8, AdamW's)")
+    add(
+        "--cluster",
+        metavar="C",
+        help=f"with --out: of GPUs that one does not own yet, a JSON file or one of {', '.join(shipped())}",
+    )
+    add("--out", type=new_file, metavar="COSTS.json", help="write a cost table for `oases-hf plan` and `simulate`")
     add("--memory-gib", type=above_zero, metavar="M", help="that a rank may use: print the largest batch that fits")
 
 

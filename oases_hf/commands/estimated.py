@@ -13,7 +13,11 @@ from ..joining import silence_libraries
 from ..planner import Choice, Memory, Problem, predict
 from ..planner.problem import GIB
 from ..profiler import Estimate
+from ..simulator.cluster import ClusterSpec
 from .subject import architecture_of, autocast_of
+
+SUB_BATCHES = (1, 2, 4)
+"""That a cost table for a cluster has."""
 
 COLUMNS = ("parameters", "gradients", "optimizer", "saved", "temporaries", "outside", "total")
 
@@ -26,9 +30,16 @@ def report(options: argparse.Namespace) -> Iterator[str]:
         UnsupportedModelError: no family serves the model.
     """
     silence_libraries()
+    if (options.cluster is None) != (options.out is None):
+        raise ConfigError("--cluster and --out go together: give both, or neither")
     model, autocast = architecture_of(options), autocast_of(options, torch.device("cpu"))
     what = (model, options.tmp_size, options.seq, options.optimizer_bytes, autocast, options.data_size)
-    dry = DryRun(Estimate(*what), model.config.num_hidden_layers, options.sub_batches)
+    estimate = Estimate(*what)
+    if options.cluster:
+        cluster = ClusterSpec.load(options.cluster)
+        dtype = "bfloat16" if options.dtype == "mixed" else options.dtype
+        estimate.on(cluster, options.batch, SUB_BATCHES, dtype).save(options.out)
+    dry = DryRun(estimate, model.config.num_hidden_layers, options.sub_batches)
     yield f"{model.model_class.__name__} from {options.model or options.config}, {dry.layers} layers"
     yield (
         f"{options.data_size} × {options.tmp_size} ranks, batch {options.batch} × {options.seq} tokens in "

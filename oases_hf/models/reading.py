@@ -55,6 +55,11 @@ def class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
     return found
 
 
+def described(config: PretrainedConfig) -> str:
+    """What a plan for a model of ``config`` is for: its type, hidden size and layers."""
+    return f"{config.model_type}, hidden {config.hidden_size}, {config.num_hidden_layers} layers"
+
+
 def keep_layers(config: PretrainedConfig, layers: int) -> None:
     """Let ``config`` be of the first so many layers."""
     config.num_hidden_layers = layers

@@ -8,10 +8,12 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import PreTrainedModel
 
 from ..convert import block_parameters, stack_of
 from ..models import Block, family_of
+from ..models.family import Row
 from ..models.shard import Placement, Sharder, check_layer, shard_layer
 from ..parallel.link import Link
 from ..parallel.mesh import Axis
@@ -22,12 +24,30 @@ from .layer import Autocast
 from .stopwatch import KeptBytes, PeakBytes
 
 
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    """Operations of attention, from shapes."""
+    return int(sdpa_flop_count(query, key, value))
+
+
+COUNTED = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}
+"""The kernel that fake tensors take, which torch's counter does not know."""
+
+
 @dataclass(frozen=True)
 class Held:
     """Bytes of one block: what its graph keeps, and the most temporaries beside that, in recompute or backward."""
 
     graph: int
     temporary: int
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Floating point operations of one block in the forward of one row: all, of linear layers, of the last of these."""
+
+    all: int
+    linear: int
+    last: int
 
 
 class DryLayer:
@@ -91,6 +111,22 @@ class DryLayer:
             graph = kept.bytes[i]
             made = max(peak.bytes[Backward, i], peak.bytes[Recompute, i] - graph)
             found.append(Held(graph, max(0, made)))
+        return tuple(found)
+
+    def operations(self, sequence: int, autocast: Autocast) -> tuple[Operations, ...]:
+        """What each block computes in the forward of one row of so many tokens."""
+        context = self._context(torch.zeros(1, sequence, dtype=torch.long), autocast)
+        found = []
+        for block in self._family.blocks:
+            x = torch.zeros(1, sequence, self._model.config.hidden_size, dtype=self._model.dtype)
+            ready = self._ready(block, context)
+            counter = FlopCounterMode(display=False, custom_mapping=COUNTED)
+            with counter, torch.no_grad(), autocast(), self._link.executing():
+                ready.partial(x, 0)
+            linears = {path: self._layer.get_submodule(path) for path in block.linears}
+            sizes = {path: 2 * sequence * cast(Tensor, module.weight).numel() for path, module in linears.items()}
+            last = sum(size for path, size in sizes.items() if isinstance(block.linears[path], Row))
+            found.append(Operations(counter.get_total_flops(), sum(sizes.values()), last))
         return tuple(found)
 
     def _ready(self, block: Block, context: dict[str, Any]) -> runtime.Block:

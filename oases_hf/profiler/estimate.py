@@ -18,6 +18,7 @@ unless attention is eager: fused kernels draw the mask again. All layers are tak
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -26,6 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..costs import CostTable, Curve, Slowdown, Timing
 from ..models import family_of
+from ..models.reading import described
+from ..simulator.cluster import ClusterSpec, Work
 from .dry import DryLayer, Held
 from .layer import Autocast
 from .profile import Architecture, Workload, element_bytes, feasible_degrees, kind_costs, outside_of
@@ -89,7 +92,7 @@ class Estimate:
                 timings[degree] = {sub_batches: Timing(0.0, 0.0, 0.0, 0.0, held.graph, held.temporary)}
             kinds.append(kind_costs(block, parameters, timings, unowned))
         return CostTable(
-            fingerprint={"layers": str(config.num_hidden_layers)},
+            fingerprint={"model": described(config), "layers": str(config.num_hidden_layers)},
             tmp_size=self._tmp_size,
             data_size=self._data_size,
             rows=rows,
@@ -104,6 +107,46 @@ class Estimate:
             outside=outside,
             optimizer_ms=0.0,
         )
+
+    def on(self, cluster: ClusterSpec, rows: int, sub_batches: Sequence[int], dtype: str) -> CostTable:
+        """What a micro-batch of ``rows`` costs on a cluster, in any of some numbers of sub-batches.
+
+        Args:
+            cluster: with at least so many GPUs as there are ranks.
+            rows: sequences.
+            sub_batches: those above ``rows`` are left out.
+            dtype: what ``cluster`` calls the type that is computed in.
+
+        Raises:
+            ConfigError: the cluster is too small, or does not know ``dtype``.
+        """
+        first, *others = (self.table(rows, number) for number in sub_batches if number <= rows)
+        kinds = []
+        for i, kind in enumerate(first.kinds):
+            timings = {degree: dict(row) for degree, row in kind.timings.items()}
+            for other in others:
+                for degree, row in other.kinds[i].timings.items():
+                    timings[degree] |= row
+            kinds.append(replace(kind, timings=timings))
+        return cluster.timed(replace(first, kinds=tuple(kinds)), self.work(dtype))
+
+    def work(self, dtype: str) -> Work:
+        """What the blocks compute; ``dtype`` is what a :class:`ClusterSpec` calls the type that they compute in."""
+        names = [block.name for block in self._family.blocks]
+        found: dict[str, dict[str, dict[int, float]]] = {
+            what: {name: {} for name in names} for what in ("all", "linear", "last")
+        }
+        for degree in self.degrees:
+            for i, name in enumerate(names):
+                _, rank = self._fullest(i, degree)
+                with self._fake:
+                    operations = self._layer(degree, rank).operations(self._sequence, self._autocast)[i]
+                for what, by_kind in found.items():
+                    by_kind[name][degree] = float(getattr(operations, what))
+        config = self._model.config
+        words = int(getattr(config, "vocab_size", 0)) / self._tmp_size
+        head = 6.0 * self._sequence * config.hidden_size * words  # of one row: forward, and two in backward
+        return Work(dtype, found["all"], found["linear"], found["last"], head)
 
     def _fullest(self, block: int, degree: int) -> tuple[int, int]:
         """The most elements of a block that a rank holds, and which rank does."""
