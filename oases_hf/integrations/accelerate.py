@@ -59,13 +59,15 @@ class OasesPlugin(OasesConfig):
             ConfigError: ranks, settings and model do not go together.
             UnsupportedModelError: the model cannot be sharded.
         """
-        _check_accelerator(accelerator)
         state = getattr(model, "oases", None)
-        if isinstance(state, Converted) and state.loaded_with is not None:
-            _check_same(self, state, state.loaded_with)
+        loaded = state.loaded_with if isinstance(state, Converted) else None
+        if loaded is None:
+            check_plain(model)
+        _check_accelerator(accelerator)
+        if isinstance(state, Converted) and loaded is not None:
+            _check_same(self, state, loaded)
             state.loaded_with = None
         else:
-            check_plain(model)
             family_of(model.config)
             state = convert_as(self, model, mesh_of(self), accelerator)
         mesh = state.mesh
