@@ -66,6 +66,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, default in {**sizes, "accumulation": 4, "steps": 5}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--json", type=Path, help="write the rows")
+    parser.add_argument("--costs", type=Path, help="write the cost table")
     return parser.parse_args(argv)
 
 
@@ -108,6 +109,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append(Row(name, simulated.step_ms, found.ms, simulated.exposed_ms, found.waiting_ms))
     if first:
         report(rows)
+        if options.costs:
+            costs.save(options.costs)
         if options.json:
             options.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
 
