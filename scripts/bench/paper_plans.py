@@ -40,28 +40,28 @@ PROFILED = {"attention": "attn", "mlp": "mlp"}
 Row = dict[str, float]
 
 
-def cost_table(hidden: int, rows: int, sub_batches: tuple[int, ...] = (2,)) -> CostTable:
-    """The published profile of one hidden size, for ``rows`` sequences on all 32 GPUs."""
+def cost_table(hidden: int, rows: int, sub_batches: tuple[int, ...] = (2,), ranks: int = GPUS) -> CostTable:
+    """The published profile of one hidden size, for ``rows`` sequences on so many of the 32 GPUs."""
     profile: list[Row] = json.loads((DATA / "profile_3090.json").read_text())["rows"]
     by_degree: dict[int, list[Row]] = {}
     for row in sorted(profile, key=lambda row: row["batch"]):
-        if row["hidden"] == hidden:
+        if row["hidden"] == hidden and row["degree"] <= ranks:
             by_degree.setdefault(int(row["degree"]), []).append(row)
     sample_bytes = SEQUENCE * hidden * 4
     all_reduce = {
         degree: Curve(tuple((int(row["batch"]) * sample_bytes, row["comm"]) for row in measured))
         for degree, measured in by_degree.items()
     }
-    all_reduce.setdefault(GPUS, all_reduce[max(all_reduce)])  # hidden 3072 lacks it; all were measured over 32
+    all_reduce.setdefault(ranks, all_reduce[max(all_reduce)])  # hidden 3072 lacks it; all were measured over 32
     return CostTable(
         fingerprint={"device": "RTX 3090", "dtype": "float32", "source": "lucasleesw/oases"},
-        tmp_size=GPUS,
-        data_size=1,
+        tmp_size=ranks,
+        data_size=GPUS // ranks,
         rows=rows,
         sequence=SEQUENCE,
         hidden=hidden,
         element_bytes=ElementBytes(4, 4, 4, 4, 4, 8),
-        kinds=tuple(_kind(name, hidden, rows, sub_batches, by_degree) for name in MATRICES),
+        kinds=tuple(_kind(name, hidden, rows, sub_batches, by_degree, ranks) for name in MATRICES),
         all_reduce=all_reduce,
         all_gather=_halved(all_reduce),
         exchange=_halved(all_reduce),
@@ -77,10 +77,10 @@ def _halved(curves: dict[int, Curve]) -> dict[int, Curve]:
 
 
 def _kind(
-    name: str, hidden: int, rows: int, sub_batches: tuple[int, ...], by_degree: dict[int, list[Row]]
+    name: str, hidden: int, rows: int, sub_batches: tuple[int, ...], by_degree: dict[int, list[Row]], ranks: int
 ) -> KindCosts:
     def timing(degree: int, parts: int) -> Timing:
-        samples = ceil(ceil(rows / parts) / (GPUS // degree))
+        samples = ceil(ceil(rows / parts) / (ranks // degree))
         forward_ms, backward_ms, temporaries = (
             Curve(tuple((int(row["batch"]), row[column]) for row in by_degree[degree]))(samples)
             for column in (f"{PROFILED[name]}_fp", f"{PROFILED[name]}_bp", "runtime_memory")
