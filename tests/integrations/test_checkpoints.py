@@ -156,8 +156,8 @@ def test_merge(ranks: Worlds) -> None:
 
 
 def saved_behind(slow: int) -> tuple[dict[str, Tensor], list[list[str]]]:
-    """On a rank: six steps, all of them saved, on one rank slowly; which checkpoints were there at each step."""
-    trainer = build(Task({**EVERY, "max_steps": 6, "save_total_limit": 2}, exact=False), {"async_save": True})
+    """On a rank: four steps, all of them saved, on one rank slowly; which checkpoints were there at each step."""
+    trainer = build(Task({**EVERY, "max_steps": 4, "save_total_limit": 2}, exact=False), {"async_save": True})
     own, seen = TensorFile.add, list[list[str]]()
 
     def add(file: TensorFile, tensor: Tensor) -> None:
@@ -180,7 +180,7 @@ def saved_behind(slow: int) -> tuple[dict[str, Tensor], list[list[str]]]:
 @pytest.mark.parametrize("slow", [0, 1])
 def test_saving_while_training_goes_on(ranks: Worlds, slow: int) -> None:
     """A checkpoint is of the step it was begun at, though its writing ends later, and the next one waits for it."""
-    through, *_ = ranks(2).run(fit, Task({"max_steps": 6}, exact=False), {})
+    through, *_ = ranks(2).run(fit, Task({"max_steps": 4}, exact=False), {})
     (end, seen), other = ranks(2).run(saved_behind, slow)
     assert seen == other[1]
     assert_equal(end, through.end)

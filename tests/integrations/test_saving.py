@@ -156,8 +156,10 @@ def written(family: str, alone: str, piece_bytes: int) -> None:
     assert_equal(model.state_dict(), before)
 
 
-@pytest.mark.parametrize("piece_bytes", [500, 2**26], ids=["in pieces", "whole"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "piece_bytes"),
+    [*((family, 500) for family in FAMILIES), *((family, 2**26) for family in ("llama", "gpt2 tied", "neox", "bert"))],
+)
 def test_files_are_those_of_one_process(ranks: Worlds, tmp_path: Path, family: str, piece_bytes: int) -> None:
     FAMILIES[family].model().save_pretrained(tmp_path)
     ranks(4).run(written, family, str(tmp_path), piece_bytes)
