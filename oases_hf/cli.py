@@ -48,7 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_options(sub)
         sub.set_defaults(run=command.run)
     options = parser.parse_args(arguments)
-    code: int = options.run(options, arguments)
+    try:
+        code: int = options.run(options, arguments)
+    except OSError as error:  # what is to be written cannot be
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
     return code
 
 

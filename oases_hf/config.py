@@ -100,9 +100,11 @@ class OasesConfig:
 
     def __post_init__(self) -> None:
         """Fill in from the environment, and check what can be checked without ranks and a model."""
+        _check_environment()
         for setting in fields(self):
             if getattr(self, setting.name) is None:
                 setattr(self, setting.name, _from_environment(setting.name))
+        self._check_types()
         if isinstance(self.shard_optimizer, bool):
             self.shard_optimizer = "keep" if self.shard_optimizer else "off"
         if self.plan is not None:
@@ -121,6 +123,18 @@ class OasesConfig:
             )
         if self.shard_optimizer not in (None, *get_args(ShardOptimizer)):
             raise ConfigError(f"shard_optimizer={self.shard_optimizer!r}; choose off, keep or reduce")
+
+    def _check_types(self) -> None:
+        """Refuse what would fail later, and not say which setting it is of."""
+        whole = ("tmp_size", "sub_batches", "batch_size", "sequence_length")
+        flags = ("defer_weight_grads", "gather_logits", "async_save", "ignore_failed_saves")
+        for names, kind in ((whole, int), (flags, bool)):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+                    raise ConfigError(f"{name}={value!r}; give {'a whole number' if kind is int else 'True or False'}")
+        if isinstance(self.trace_steps, int):
+            self.trace_steps = (self.trace_steps,)
 
     def _check_planned(self) -> None:
         """What goes with ``degree="auto"`` only, and what does not."""
@@ -148,6 +162,14 @@ class OasesConfig:
     def load_plan(self) -> Plan | None:
         """The plan that was given, read from its file if need be."""
         return Plan.load(self.plan) if isinstance(self.plan, str | Path) else self.plan
+
+
+def _check_environment() -> None:
+    """Refuse misspelt variables, which would be passed over; raises ConfigError."""
+    known = {f"OASES_{name.upper()}" for name in _READ}
+    odd = sorted(name for name in os.environ if name.startswith("OASES_") and name not in known)
+    if odd := [name for name in odd if not name.startswith("OASES_HF_")]:
+        raise ConfigError(f"{', '.join(odd)} in the environment is no setting; there are {', '.join(sorted(known))}")
 
 
 def _from_environment(name: str) -> Any:

@@ -59,6 +59,8 @@ class Manifest:
             fields["files"] = {name: Written(**written) for name, written in fields["files"].items()}
             found = cls(**fields)
         except FileNotFoundError as error:
+            if not folder.is_dir():
+                raise CheckpointError(f"there is no folder {folder}") from error
             raise CheckpointError(
                 f"{folder} is not a whole training checkpoint: it has no {MANIFEST_NAME}, which is written last; use "
                 f"an earlier one"

@@ -12,7 +12,7 @@ from typing import cast, get_args
 
 from ..errors import ConfigError
 from ..plan import SCHEDULE_NAMES, Plan, Recompute, ScheduleName, ShardOptimizer
-from .options import count, new_file
+from .options import above_zero, count, new_file
 
 SUMMARY = "replay the step of a plan on a compute and a communication lane"
 DESCRIPTION = """Replay an optimizer step of a plan, or of one degree for all blocks, on a compute and a communication
@@ -39,7 +39,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--trace", type=new_file, metavar="T.json", help="write a trace for chrome://tracing or ui.perfetto.dev")
     add("--plot", type=new_file, metavar="T.png", help="draw the lanes and the memory: .png, .svg or .pdf")
     add("--plot-plan", type=new_file, metavar="P.png", help="draw degrees and memory")
-    add("--until-ms", type=float, metavar="MS", help="of --plot, where to stop")
+    add("--until-ms", type=above_zero, metavar="MS", help="of --plot, where to stop")
 
 
 def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:

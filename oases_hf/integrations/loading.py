@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -22,6 +23,7 @@ from ..checkpoint.stored import Stored
 from ..config import OasesConfig
 from ..errors import ConfigError, UnsupportedModelError
 from ..models import family_of
+from ..models.converted import Converted
 from ..parallel.mesh import Mesh
 from .planning import convert_as, device_of, mesh_of
 
@@ -93,8 +95,18 @@ def load_pretrained(
     state = convert_as(oases, model, mesh, accelerator, unread=True)
     pretrained.read_into(device_of(local))
     state.loaded_with = oases
+    model.register_forward_pre_hook(functools.partial(_refuse_alone, state))
     cast(nn.Module, model).to(device_of(local))  # its buffers, which are not read
     return model
+
+
+def _refuse_alone(state: Converted, model: nn.Module, *_: Any) -> None:
+    """Forward pre-hook: refuse to train what nobody trains as it must be."""
+    if state.loaded_with is not None and model.training and torch.is_grad_enabled():
+        raise ConfigError(
+            "a model of load_pretrained is trained by a Trainer with callbacks=[OasesCallback()], or after "
+            "OasesPlugin().install(accelerator, model); neither has it"
+        )
 
 
 def _stored(auto_class: Any, folder: Path, settings: dict[str, Any], mesh: Mesh, local_rank: int) -> Stored:

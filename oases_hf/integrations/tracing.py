@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..errors import ConfigError
 from ..profiler.stopwatch import Clock
 from ..runtime.watch import unwatched
 from ..schedule import Instruction, ReduceGrads, Slice, StartAsync, Sync
@@ -29,6 +30,9 @@ class Tracer:
         rank: this one.
         device: of this rank.
         progress: tells which step runs.
+
+    Raises:
+        ConfigError: ``folder`` cannot be made.
     """
 
     def __init__(
@@ -37,6 +41,10 @@ class Tracer:
         self._folder, self._steps, self._rank, self._progress = folder, frozenset(steps), rank, progress
         self._clock = Clock(device)
         self._ran: list[tuple[Instruction, Any, Any]] = []
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"trace={str(folder)!r}: {error}; choose another folder") from error
 
     def watch(self, op: Instruction) -> AbstractContextManager[None]:
         """The context that an instruction runs in."""
@@ -46,7 +54,6 @@ class Tracer:
         """Write what ran, at the end of a step's last backward."""
         if not self._ran:
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / f"step{self._progress.step}-rank{self._rank}.json"
         write_trace(path, {f"rank {self._rank}": spans_of(self._ran, self._clock)})
         self._ran.clear()

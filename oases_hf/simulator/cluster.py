@@ -181,7 +181,7 @@ class ClusterSpec:
             fields["slowdown"] = Slowdown(**fields.get("slowdown", {}))
             return cls(**fields)
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ConfigError(f"this is no cluster ({error!r}); see those of `oases-hf simulate --help`") from error
+            raise ConfigError(f"this is no cluster ({error!r}); write one with ClusterSpec.to_json") from error
 
     @classmethod
     def load(cls, name: str) -> ClusterSpec:

@@ -46,8 +46,7 @@ def plot_timeline(path: Path, simulation: Simulation, until_ms: float | None = N
     )
     memory.step([ms for ms, _ in simulation.memory], [size / GIB for _, size in simulation.memory], where="post")
     memory.set(xlabel="ms", ylabel="GiB", ylim=(0, None))
-    figure.savefig(path, bbox_inches="tight")
-    pyplot.close(figure)
+    _save(figure, path)
 
 
 def plot_plan(path: Path, problem: Problem, plan: Plan) -> None:
@@ -65,16 +64,24 @@ def plot_plan(path: Path, problem: Problem, plan: Plan) -> None:
         begin += size
     if math.isfinite(problem.memory_limit_gib):
         bar.axvline(problem.memory_limit_gib, color="black", linestyle="--")
-    bar.set(yticks=(), xlabel="GiB of a rank; dashed: the limit")
+    bar.set(yticks=(), xlabel="GiB of a rank" + "; dashed: the limit" * math.isfinite(problem.memory_limit_gib))
     bar.legend(ncols=len(PARTS), fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.6))
-    figure.savefig(path, bbox_inches="tight")
-    pyplot.close(figure)
+    _save(figure, path)
 
 
 def _colour(span: Span) -> str:
     if span.lane == "comm":
         return COMMUNICATION
     return COLOURS.get(name_of(span)[0], REST) if not isinstance(span.what, str) else REST
+
+
+def _save(figure: Any, path: Path) -> None:
+    try:
+        figure.savefig(path, bbox_inches="tight")
+    except ValueError as error:  # no such format
+        raise ConfigError(f"{path}: {error}") from error
+    finally:
+        _pyplot().close(figure)
 
 
 def _pyplot() -> Any:

@@ -148,6 +148,8 @@ def merged() -> None:
         assert_equal(reload("half")[1], {name: value.bfloat16() for name, value in ours.items()})
         assert cli.main(["merge", "out/checkpoint-1", "merged"]) == 2
         assert cli.main(["merge", "out", "other"]) == 2
+        assert cli.main(["merge", "nowhere", "other"]) == 2
+        assert cli.main(["merge", "out/checkpoint-1", "/proc/other"]) == 2
     dist.barrier()
 
 

@@ -384,6 +384,25 @@ def test_the_callback_has_the_settings_of_loading(ranks: Worlds, tmp_path: Path)
     assert ranks(4).run(settings_kept, str(tmp_path)) == [(True, True, 2)] * 4
 
 
+def trained_alone(folder: str) -> str:
+    """On a rank: what is said when neither the callback nor the plugin has a loaded model."""
+    model = load_pretrained(AutoModelForCausalLM, folder)
+    rows = batch(4, 8)
+    with torch.no_grad():
+        model(**rows)
+    with pytest.raises(ConfigError) as raised:
+        model.train()(**rows)
+    OasesPlugin().install(Accelerator(cpu=True), model)
+    model(**rows)
+    return str(raised.value)
+
+
+def test_a_loaded_model_is_not_trained_alone(ranks: Worlds, tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path)
+    for said in ranks(2).run(trained_alone, str(tmp_path)):
+        assert "callbacks=[OasesCallback()]" in said
+
+
 def contradicted(folder: str) -> list[str]:
     """On a rank: why a loaded model is not installed by other settings, or twice."""
     model = load_pretrained(AutoModelForCausalLM, folder, OasesConfig(degree=2))

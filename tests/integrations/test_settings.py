@@ -49,6 +49,9 @@ def test_variables_fill_in_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> 
 REFUSED: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({"OASES_DEGREE": "two"}, {}, "OASES_DEGREE='two' cannot be read as degree"),
     ({"OASES_TMP_SIZE": "two"}, {}, "OASES_TMP_SIZE='two' cannot be read as int"),
+    ({"OASES_TMPSIZE": "2"}, {}, "OASES_TMPSIZE in the environment is no setting; there are OASES_ASYNC_SAVE, "),
+    ({}, {"sub_batches": 2.5}, "sub_batches=2.5; give a whole number"),
+    ({}, {"async_save": "no"}, "async_save='no'; give True or False"),
     ({}, {"degree": "most"}, "degree='most'; choose a number of ranks, or 'auto'"),
     ({}, {"degree": "auto", "schedule": "wang"}, "degree='auto' plans for the schedule oases, not wang; leave"),
     ({}, {"recompute": "auto"}, "recompute='auto'; choose full or none"),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from oases_hf.errors import ConfigError
 from oases_hf.models.converted import converted
 from oases_hf.planner import Problem
 from oases_hf.simulator import simulate
@@ -65,6 +66,18 @@ def test_what_ran_is_what_is_simulated(ranks: Worlds, settings: Mapping[str, Any
             "optimizer",
             "gradients of embedding and head",
         }
+
+
+def unwritable() -> str:
+    """On a rank: what is said of a folder that cannot be made, before anything is trained."""
+    with pytest.raises(ConfigError) as raised:
+        set_up({"trace": "/proc/traces"})
+    return str(raised.value)
+
+
+def test_a_folder_that_cannot_be_made(ranks: Worlds) -> None:
+    for said in ranks(2).run(unwritable):
+        assert said.startswith("trace='/proc/traces': ")
 
 
 def resumed() -> list[str]:

@@ -143,4 +143,6 @@ def test_from_a_config_to_a_picture(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert cli.main(["estimate", *model, "--cluster", "rtx3090x4"]) == 2
     assert cli.main(["simulate", costs, "--plan", plan, "--degree", "2"]) == 2
     assert cli.main(["simulate", str(tmp_path / "none.json")]) == 2
+    assert cli.main(["simulate", costs, "--plot", str(tmp_path / "t.foo")]) == 2
+    assert cli.main(["simulate", costs, "--trace", "/proc/t.json"]) == 2
     assert "error: --plan and --degree are both given" in capsys.readouterr().err
