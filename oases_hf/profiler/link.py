@@ -16,6 +16,9 @@ from .stopwatch import Clock
 SIZES = tuple(2**power for power in (16, 18, 20, 22, 24, 26))
 """Bytes of the messages timed: 64 KiB to 64 MiB."""
 
+SLOWDOWN_ROUNDS = 15
+"""What lanes cost each other is a small difference of times: with 5 it was up to 7 % off."""
+
 BUDGET_S = 0.5
 """A message is timed until this is spent, at least twice and at most ten times."""
 
@@ -92,12 +95,12 @@ class LinkProfile:
         if axis.size == 1:
             return Slowdown()
         message = torch.zeros(max(1, message_bytes // 4), 1, device=self._device)
-        collective_ms = statistics.median(self.once(axis.start_all_reduce, message) for _ in range(5))
-        work_ms = statistics.median(self._work_ms(work, 1) for _ in range(5))
+        collective_ms = statistics.median(self.once(axis.start_all_reduce, message) for _ in range(SLOWDOWN_ROUNDS))
+        work_ms = statistics.median(self._work_ms(work, 1) for _ in range(SLOWDOWN_ROUNDS))
         collective_ms, work_ms = self.slowest([collective_ms, work_ms])
         repeats = max(1, round(collective_ms / work_ms / 2))
-        alone_ms = statistics.median(self._work_ms(work, repeats) for _ in range(5))
-        beside = [self._beside(work, repeats, axis, message) for _ in range(5)]
+        alone_ms = statistics.median(self._work_ms(work, repeats) for _ in range(SLOWDOWN_ROUNDS))
+        beside = [self._beside(work, repeats, axis, message) for _ in range(SLOWDOWN_ROUNDS)]
         work_beside, both = (statistics.median(times) for times in zip(*beside, strict=True))
         alone_ms, work_beside, both = self.slowest([alone_ms, work_beside, both])
         # While work runs, a collective slowed down f times does 1/f of what it would: the rest comes on top.

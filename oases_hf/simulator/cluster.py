@@ -8,6 +8,7 @@ the slowest link that a group of ranks crosses. Imports neither torch nor transf
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
@@ -94,8 +95,10 @@ class ClusterSpec:
         return next(link for link in self.links if link.ranks >= ranks)
 
     def all_reduce_ms(self, ranks: int, size_bytes: float) -> float:
-        """A ring: 2 K (n - 1) / n bytes over each link, in 2 (n - 1) messages."""
-        return 2 * self.all_gather_ms(ranks, size_bytes)
+        """The faster of a ring, 2 K (n - 1) / n bytes over each link in 2 (n - 1) messages, and a tree, 2 K in fewer."""
+        link = self.link(ranks)
+        tree_ms = 2 * (math.ceil(math.log2(ranks)) * link.latency_us / 1e3 + size_bytes / link.gb_per_s / 1e6)
+        return min(2 * self.all_gather_ms(ranks, size_bytes), tree_ms)
 
     def all_gather_ms(self, ranks: int, size_bytes: float) -> float:
         """A ring, half of an all-reduce; also of a reduction to owners."""

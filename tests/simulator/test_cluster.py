@@ -54,6 +54,7 @@ def test_collectives_by_hand() -> None:
     assert CLUSTER.all_reduce_ms(4, 8e6) == pytest.approx(6 * (0.010 + 2e6 / 10e6))
     assert CLUSTER.all_gather_ms(4, 8e6) == pytest.approx(3 * (0.010 + 2e6 / 10e6))
     assert CLUSTER.all_reduce_ms(1, 8e6) == 0.0
+    assert CLUSTER.all_reduce_ms(8, 8e2) == pytest.approx(2 * (3 * 0.010 + 8e2 / 10e6)), "a tree, for small messages"
 
 
 def test_computation_by_hand() -> None:
