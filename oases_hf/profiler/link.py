@@ -17,7 +17,7 @@ SIZES = tuple(2**power for power in (16, 18, 20, 22, 24, 26))
 """Bytes of the messages timed: 64 KiB to 64 MiB."""
 
 SLOWDOWN_ROUNDS = 15
-"""What lanes cost each other is a small difference of times: with 5 it was up to 7 % off."""
+"""What lanes cost each other is a small difference of times."""
 
 BUDGET_S = 0.5
 """A message is timed until this is spent, at least twice and at most ten times."""
