@@ -95,7 +95,7 @@ class ClusterSpec:
         return next(link for link in self.links if link.ranks >= ranks)
 
     def all_reduce_ms(self, ranks: int, size_bytes: float) -> float:
-        """The faster of a ring, 2 K (n - 1) / n bytes per link in 2 (n - 1) messages, and a tree, 2 K bytes in fewer."""
+        """The faster of a ring, 2 K (n - 1) / n bytes per link in 2 (n - 1) messages, and a tree, 2 K in fewer."""
         link = self.link(ranks)
         tree_ms = 2 * (math.ceil(math.log2(ranks)) * link.latency_us / 1e3 + size_bytes / link.gb_per_s / 1e6)
         return min(2 * self.all_gather_ms(ranks, size_bytes), tree_ms)
