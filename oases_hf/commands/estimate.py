@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import ConfigError, UnsupportedModelError
-from ..simulator.cluster import shipped
 from .options import above_zero, add_model, count, new_file
 
 SUMMARY = "estimate the memory of a rank for every degree, without weights, ranks or GPUs"
@@ -28,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--cluster",
         metavar="C",
-        help=f"with --out: of GPUs that one does not own yet, a JSON file or one of {', '.join(shipped())}",
+        help="with --out: GPUs that one does not own yet: a name in oases_hf/simulator/clusters.json, or such a file",
     )
     add("--out", type=new_file, metavar="COSTS.json", help="write a cost table for `oases-hf plan` and `simulate`")
     add("--memory-gib", type=above_zero, metavar="M", help="that a rank may use: print the largest batch that fits")
