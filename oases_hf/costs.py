@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .errors import ConfigError
+from .errors import ConfigError, naming
 
 Value = TypeVar("Value")
 
@@ -254,10 +254,8 @@ class CostTable:
     @classmethod
     def load(cls, path: str | Path) -> CostTable:
         """Read a table from a file; raises ConfigError, naming the file."""
-        try:
+        with naming(f"cost table {path}"):
             return cls.from_json(Path(path).read_text())
-        except (OSError, ConfigError) as error:
-            raise ConfigError(f"cost table {path}: {error}") from error
 
     def save(self, path: str | Path) -> None:
         """Write the table to a file."""

@@ -1,5 +1,8 @@
 """Errors of the package. Every message says where, what, and what to do."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class OasesError(Exception):
     """Base class of every error that this package raises on purpose."""
@@ -7,6 +10,15 @@ class OasesError(Exception):
 
 class ConfigError(OasesError, ValueError):
     """A setting, or a combination of settings, cannot work; raised before weights move where possible."""
+
+
+@contextmanager
+def naming(what: str, advice: str = "") -> Iterator[None]:
+    """Say what could not be read: errors of its file and of its content become ConfigError of that."""
+    try:
+        yield
+    except (OSError, ConfigError) as error:
+        raise ConfigError(f"{what}: {error}" + (f"; {advice}" if advice else "")) from error
 
 
 class UnsupportedModelError(OasesError):

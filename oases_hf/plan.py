@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from .errors import ConfigError
+from .errors import ConfigError, naming
 
 Recompute = Literal["full", "none"]
 ShardOptimizer = Literal["off", "keep", "reduce"]
@@ -120,7 +120,5 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan from a file; raises ConfigError, naming the file."""
-        try:
+        with naming(f"plan {path}"):
             return cls.from_json(Path(path).read_text())
-        except (OSError, ConfigError) as error:
-            raise ConfigError(f"plan {path}: {error}") from error

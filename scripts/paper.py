@@ -26,13 +26,13 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from oases_hf.costs import CostTable, Curve, Timing
+from oases_hf.costs import CostTable, Timing
 from oases_hf.plan import Plan, ScheduleName
 from oases_hf.planner import Problem, plan_of, solve
 from oases_hf.planner.problem import GIB
 from oases_hf.schedule import kind
 from oases_hf.simulator import Simulation, simulate
-from oases_hf.simulator.cluster import SIZES, ClusterSpec
+from oases_hf.simulator.cluster import ClusterSpec
 from scripts.bench.paper_plans import DATA, GPUS, MATRICES, cost_table, runs
 
 Paper = dict[str, Any]
@@ -66,12 +66,10 @@ class Model:
     def problem(self, cluster: ClusterSpec, accumulation: int = 1) -> Problem:
         """What is trained, on a cluster, so many micro-batches per step."""
         rows = self.batch * self.degree // GPUS
-        size = (self.hidden, rows, self.degree)
-        costs = cost_table(self.hidden, rows, (1, 2), self.degree) if self.profiled else _larger(*size)
-        groups = sorted({n * m for n in _divisors(self.degree) for m in (1, GPUS // self.degree)} - {1})
-        gathers = {n: Curve(tuple((size, cluster.all_gather_ms(n, size)) for size in SIZES)) for n in groups}
-        sums = {n: Curve(tuple((size, cluster.all_reduce_ms(n, size)) for size in SIZES)) for n in groups}
-        costs = replace(costs, all_reduce=sums, all_gather=gathers, exchange=gathers, slowdown=cluster.slowdown)
+        profiled = cost_table(self.hidden, rows, (1, 2), self.degree) if self.profiled else None
+        table = profiled or _larger(self.hidden, rows, self.degree)
+        groups = {n * m for n in _divisors(self.degree) for m in (1, GPUS // self.degree)} - {1}
+        costs = cluster.linked(table, groups)
         return Problem(costs, self.layers, MEMORY_GIB, accumulation, recompute="full")
 
     def uniform(self, problem: Problem, schedule: ScheduleName) -> Simulation:

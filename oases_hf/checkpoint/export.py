@@ -154,15 +154,16 @@ def _gather_rows(tensor: Tensor, layout: Layout | None, axis: Axis, writer: int)
     shape = tuple(tensor.shape) if layout is None else layout.shape
     number = shape[0] if shape else 1
     step = max(1, files.PIECE_BYTES * number // max(1, math.prod(shape) * tensor.element_size()))
-    for lo in range(0, number, step) if number > step else ():
+    if number <= step:
+        yield _gather(tensor, layout, axis, writer)
+        return
+    for lo in range(0, number, step):
         hi = min(number, lo + step)
         if layout is None or not layout.sharded:
             yield _gather(tensor[lo:hi], None, axis, writer)
         else:
             own = layout.slices[axis.rank].own_rows(lo, hi)
             yield _gather(tensor[own.lo : own.hi], layout.rows(lo, hi), axis, writer)
-    if number <= step:
-        yield _gather(tensor, layout, axis, writer)
 
 
 def _gather(tensor: Tensor, layout: Layout | None, axis: Axis, writer: int) -> Tensor | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +59,15 @@ def load_export(model: PreTrainedModel, folder: Path) -> None:
     state = converted(model)
     with together(state.mesh, f"{folder} cannot be loaded"), torch.no_grad():
         stored = Stored(export_files(folder))
-        found = found_under(model, stored.parts)
-        for names, tensor in named_tensors(model):
-            key = next((found[name] for name in names if name in found), names[0])
-            tensor.copy_(read_part(stored, key, state, names[0], tensor))
+        for name, tensor, keys in stored_under(model, stored):
+            tensor.copy_(read_part(stored, keys[0] if keys else name, state, name, tensor))
+
+
+def stored_under(model: PreTrainedModel, stored: Stored) -> Iterator[tuple[str, Tensor, list[str]]]:
+    """Each tensor of ``model``, its first name, and what it is called in files: more than once when ties are saved."""
+    found = found_under(model, stored.parts)
+    for names, tensor in named_tensors(model):
+        yield names[0], tensor, list(dict.fromkeys(found[name] for name in names if name in found))
 
 
 def load_plain_optimizer(model: PreTrainedModel, optimizer: Optimizer, file: Path) -> None:

@@ -22,8 +22,8 @@ from ..errors import CheckpointError
 from ..models.converted import converted
 from .agreement import agree, noting
 from .export import named_tensors
-from .names import found_under
 from .places import read_part
+from .plain import stored_under
 from .stored import Stored
 
 log = logging.getLogger(__name__)
@@ -41,6 +41,7 @@ class Pretrained:
         where: what messages call them.
 
     Attributes:
+        model: as given.
         missing: what ``model`` has and ``stored`` has not.
         unexpected: the other way round.
 
@@ -49,20 +50,18 @@ class Pretrained:
     """
 
     def __init__(self, model: PreTrainedModel, stored: Stored, where: Path) -> None:
-        self._model, self._stored, self._where = model, stored, where
-        found = found_under(model, stored.parts)
-        self._keys: dict[str, list[str]] = {}  # of a tensor's first name, what it is called in files: once if not tied
+        self.model, self._stored, self._where = model, stored, where
+        self._keys: dict[str, list[str]] = {}  # of a tensor's first name
         self.missing: list[str] = []
-        for names, tensor in named_tensors(model):
-            keys = list(dict.fromkeys(found[name] for name in names if name in found))
+        for name, tensor, keys in stored_under(model, stored):
             if not keys:
-                self.missing.append(names[0])
+                self.missing.append(name)
                 continue
-            self._keys[names[0]] = keys
+            self._keys[name] = keys
             key, shape = keys[0], stored.parts[keys[0]][0].shape
             if shape != tuple(tensor.shape):
                 raise CheckpointError(
-                    f"{where}: {key} has shape {shape}, and {names[0]} of {type(model).__name__} has "
+                    f"{where}: {key} has shape {shape}, and {name} of {type(model).__name__} has "
                     f"{tuple(tensor.shape)}; load a config that fits, or another model class"
                 )
         if not self._keys:
@@ -70,13 +69,13 @@ class Pretrained:
                 f"{where} has nothing of {type(model).__name__}: it has {', '.join(list(stored.parts)[:3])}, …; "
                 f"choose the folder of such a model"
             )
-        self.unexpected = sorted(stored.parts.keys() - set(found.values()))
+        self.unexpected = sorted(stored.parts.keys() - {key for keys in self._keys.values() for key in keys})
 
     def report(self) -> None:
         """Warn of what is missing, and of what is there for nothing."""
-        name = type(self._model).__name__
-        missing = _without(self.missing, getattr(self._model, "_keys_to_ignore_on_load_missing", None))
-        ignored = getattr(self._model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        name = type(self.model).__name__
+        missing = _without(self.missing, getattr(self.model, "_keys_to_ignore_on_load_missing", None))
+        ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
         unexpected = _without(self.unexpected, (*ignored, *BUFFERS_ONCE_SAVED))
         if missing:
             log.warning(
@@ -89,7 +88,7 @@ class Pretrained:
     def initialise_missing(self) -> None:
         """Give whole random weights to what is missing, as Hugging Face does, before the model is split."""
         missing = set(self.missing)
-        for module_name, module in self._model.named_modules():
+        for module_name, module in self.model.named_modules():
             for name, parameter in module._parameters.items():
                 if parameter is None:
                     continue
@@ -99,8 +98,8 @@ class Pretrained:
                 else:
                     parameter._is_hf_initialized = True
         if missing:
-            self._model.initialize_weights()
-            self._model.tie_weights()
+            self.model.initialize_weights()
+            self.model.tie_weights()
 
     def read_into(self, device: torch.device) -> None:
         """Give the converted model its weights, on ``device``; every rank must call it.
@@ -110,9 +109,9 @@ class Pretrained:
         Raises:
             CheckpointError: a file cannot be read; all ranks raise.
         """
-        state, failures = converted(self._model), list[Exception]()
+        state, failures = converted(self.model), list[Exception]()
         with noting(failures), torch.no_grad():
-            for names, tensor in named_tensors(self._model):
+            for names, tensor in named_tensors(self.model):
                 parts = [read_part(self._stored, k, state, names[0], tensor) for k in self._keys.get(names[0], ())]
                 if any(not torch.equal(parts[0], part) for part in parts[1:]):
                     both = " and ".join(self._keys[names[0]])

@@ -23,9 +23,7 @@ _LABEL = len(_COLUMNS)
 def problem_of(options: argparse.Namespace) -> Problem:
     """What the options of ``oases-hf plan`` ask; raises ConfigError where the cost table cannot answer."""
     costs = CostTable.load(options.costs)
-    layers = options.layers or costs.fingerprint.get("layers")
-    if layers is None:
-        raise ConfigError(f"cost table {options.costs} does not say how many layers the model has; give --layers")
+    layers = layers_of(costs, options)
     measured = _sub_batches(costs)
     asked = options.sub_batches or measured
     if missing := set(asked) - set(measured):
@@ -35,7 +33,7 @@ def problem_of(options: argparse.Namespace) -> Problem:
         )
     return Problem(
         costs,
-        int(layers),
+        layers,
         options.memory_gib,
         options.accumulation,
         asked,
@@ -43,6 +41,14 @@ def problem_of(options: argparse.Namespace) -> Problem:
         get_args(ShardOptimizer) if options.shard_optimizer == "auto" else (options.shard_optimizer,),
         options.objective,
     )
+
+
+def layers_of(costs: CostTable, options: argparse.Namespace) -> int:
+    """Of the model, as the option says or else the table; raises ConfigError when neither does."""
+    layers = options.layers or costs.fingerprint.get("layers")
+    if layers is None:
+        raise ConfigError(f"cost table {options.costs} does not say how many layers the model has; give --layers")
+    return int(layers)
 
 
 def _sub_batches(costs: CostTable) -> tuple[int, ...]:

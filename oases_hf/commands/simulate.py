@@ -49,13 +49,11 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     from ..simulator import simulate
     from ..simulator.pictures import plot_plan, plot_timeline
     from ..simulator.trace import write_trace
+    from .planned import layers_of
 
     try:
         costs = CostTable.load(options.costs)
-        layers = options.layers or costs.fingerprint.get("layers")
-        if layers is None:
-            raise ConfigError(f"cost table {options.costs} does not say how many layers the model has; give --layers")
-        problem = Problem(costs, int(layers), math.inf, options.accumulation)
+        problem = Problem(costs, layers_of(costs, options), math.inf, options.accumulation)
         plan = _plan(options, len(problem.blocks), costs.tmp_size)
         found = simulate(problem, plan, defer_weight_grads=options.defer_weight_grads)
         if options.trace:

@@ -23,7 +23,7 @@ from ..config import OasesConfig
 from ..convert import check_plain
 from ..errors import ConfigError, UnsupportedModelError
 from ..models import family_of
-from ..models.converted import Converted
+from ..models.converted import Converted, loaded
 from ..parallel.mesh import Mesh
 from .evaluation import gathering
 from .leaving import end_together
@@ -59,17 +59,16 @@ class OasesPlugin(OasesConfig):
             ConfigError: ranks, settings and model do not go together.
             UnsupportedModelError: the model cannot be sharded.
         """
-        state = getattr(model, "oases", None)
-        loaded = state.loaded_with if isinstance(state, Converted) else None
-        if loaded is None:
+        state = loaded(model)
+        if state is None:
             check_plain(model)
         _check_accelerator(accelerator)
-        if isinstance(state, Converted) and loaded is not None:
-            _check_same(self, state, loaded)
-            state.loaded_with = None
-        else:
+        if state is None:
             family_of(model.config)
             state = convert_as(self, model, mesh_of(self), accelerator)
+        else:
+            _check_same(self, state)
+            state.loaded_with = None
         mesh = state.mesh
         cast(nn.Module, model).to(device_of(accelerator))  # sharded first: the whole model may not fit
         _neutralise(model)
@@ -91,7 +90,7 @@ class OasesPlugin(OasesConfig):
         return tracer
 
 
-def _check_same(config: OasesConfig, state: Converted, loaded: OasesConfig) -> None:
+def _check_same(config: OasesConfig, state: Converted) -> None:
     """Refuse settings that say otherwise than what the model is converted to already; raises ConfigError."""
     plan = state.plan
     degrees, recompute = set(plan.degrees), set(plan.recompute)
@@ -107,7 +106,7 @@ def _check_same(config: OasesConfig, state: Converted, loaded: OasesConfig) -> N
     }
     asked = {name: getattr(config, name) for name in is_now} | {"plan": config.load_plan()}
     for name, value in asked.items():
-        if value not in (None, getattr(loaded, name), {**is_now, "plan": plan}[name]):
+        if value not in (None, getattr(state.loaded_with, name), {**is_now, "plan": plan}[name]):
             raise ConfigError(
                 f"{name}={value!r}, and load_pretrained has converted the model with {name}={is_now.get(name)!r}; give "
                 f"settings to load_pretrained"

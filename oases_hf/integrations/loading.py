@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import parse_flag_from_env
 from torch import nn
-from transformers import AutoConfig, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from ..checkpoint.agreement import together
 from ..checkpoint.manifest import has_safetensors
@@ -23,7 +22,7 @@ from ..checkpoint.stored import Stored
 from ..config import OasesConfig
 from ..errors import ConfigError, UnsupportedModelError
 from ..models import family_of
-from ..models.converted import Converted
+from ..models.converted import loaded
 from ..parallel.mesh import Mesh
 from .planning import convert_as, device_of, mesh_of
 
@@ -64,45 +63,60 @@ def load_pretrained(
     """
     on_cpu = not torch.cuda.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU")
     oases, local = config or OasesConfig(), PartialState(cpu=on_cpu)
-    hub = {name: settings.pop(name) for name in HUB if name in settings}
-    if "torch_dtype" in settings:
-        raise ConfigError("torch_dtype is called dtype")
-    mesh = mesh_of(oases)
-    with together(mesh, f"{path} cannot be loaded"):
-        folder = find(str(path), gguf_file, **hub)
-        gguf = {"gguf_file": gguf_file} if gguf_file else {}
-        model_config, unused = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **gguf, **settings)
-        of_model = {name: value for name, value in unused.items() if name in settings}
-    model_config.name_or_path = str(path)
-    family_of(model_config)
-    if getattr(model_config, "quantization_config", None):
-        raise UnsupportedModelError(f"{path} is quantised; choose a model that is not, or dequantise it first")
-    stored = _stored(auto_class, folder, {**gguf, **settings}, mesh, local.local_process_index)
+    mesh, device = mesh_of(oases), device_of(local)
+    if gguf_file:
+        settings["gguf_file"] = gguf_file
+    pretrained = _unread(auto_class, str(path), settings, dtype, mesh, local.local_process_index)
+    if oases.degree == "auto":
+        accelerator = accelerator or Accelerator()
+    state = convert_as(oases, pretrained.model, mesh, accelerator, unread=True)
+    pretrained.read_into(device)
+    state.loaded_with = oases
+    pretrained.model.register_forward_pre_hook(_refuse_alone)
+    cast(nn.Module, pretrained.model).to(device)  # its buffers, which are not read
+    return pretrained.model
+
+
+def _unread(
+    auto_class: type, path: str, settings: dict[str, Any], dtype: str | torch.dtype, mesh: Mesh, local_rank: int
+) -> Pretrained:
+    """A whole model without its weights, and these; what they lack is initialised, and said."""
+    folder, config, of_model = _found(path, settings, mesh)
+    stored = _stored(auto_class, folder, settings, mesh, local_rank)
     try:
-        model = without_weights(auto_class, model_config, dtype_of(dtype, model_config, stored), **of_model)
+        model = without_weights(auto_class, config, dtype_of(dtype, config, stored), **of_model)
     except TypeError as error:
         raise ConfigError(f"{error}; load_pretrained takes settings of the config and of the model's class") from error
+    if model.can_generate() and "gguf_file" not in settings:
+        with suppress(OSError):  # there is none
+            model.generation_config = GenerationConfig.from_pretrained(folder)
     with together(mesh, f"{path} cannot be loaded"):
         pretrained = Pretrained(model, stored, folder)
     if mesh.world.rank == 0:
         pretrained.report()
     pretrained.initialise_missing()
-    if model.can_generate() and gguf_file is None:
-        with suppress(OSError):  # there is none
-            model.generation_config = GenerationConfig.from_pretrained(folder)
-    if oases.degree == "auto":
-        accelerator = accelerator or Accelerator()
-    state = convert_as(oases, model, mesh, accelerator, unread=True)
-    pretrained.read_into(device_of(local))
-    state.loaded_with = oases
-    model.register_forward_pre_hook(functools.partial(_refuse_alone, state))
-    cast(nn.Module, model).to(device_of(local))  # its buffers, which are not read
-    return model
+    return pretrained
 
 
-def _refuse_alone(state: Converted, model: nn.Module, *_: Any) -> None:
+def _found(path: str, settings: dict[str, Any], mesh: Mesh) -> tuple[Path, PretrainedConfig, dict[str, Any]]:
+    """The folder of a model, its config, and the settings that are not of that; those of the hub are taken out."""
+    if "torch_dtype" in settings:
+        raise ConfigError("torch_dtype is called dtype")
+    hub = {name: settings.pop(name) for name in HUB if name in settings}
+    with together(mesh, f"{path} cannot be loaded"):
+        folder = find(path, settings.get("gguf_file"), **hub)
+        config, unused = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **settings)
+    config.name_or_path = path
+    family_of(config)
+    if getattr(config, "quantization_config", None):
+        raise UnsupportedModelError(f"{path} is quantised; choose a model that is not, or dequantise it first")
+    of_model = {name: value for name, value in unused.items() if name in settings and name != "gguf_file"}
+    return folder, config, of_model
+
+
+def _refuse_alone(model: nn.Module, _: Any) -> None:
     """Forward pre-hook: refuse to train what nobody trains as it must be."""
-    if state.loaded_with is not None and model.training and torch.is_grad_enabled():
+    if model.training and torch.is_grad_enabled() and loaded(model):
         raise ConfigError(
             "a model of load_pretrained is trained by a Trainer with callbacks=[OasesCallback()], or after "
             "OasesPlugin().install(accelerator, model); neither has it"

@@ -147,13 +147,13 @@ class TrainerCheckpoints:
 
     def _save(self, own: Callable[..., None], model: Any, trial: Any) -> None:
         self.finish_saving(ignore=bool(self._stopping.agreed))
-        best = self._trainer.state.best_model_checkpoint
+        best = self._trainer.state.best_model_checkpoint  # Trainer notes a new one before it is there
         with self._ignoring(best, ignore=False):
-            self._save_checkpoint(own, model, trial)
+            self._save_checkpoint(own, model, trial, best)
         if not self._config.async_save or self._stopping.agreed or self._trainer.control.should_training_stop:
             self.finish_saving()
 
-    def _save_checkpoint(self, own: Callable[..., None], model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, own: Callable[..., None], model: Any, trial: Any, best: str | None) -> None:
         """Begin to write one; what Trainer saves goes to where the rest does, and is part of it."""
         trainer, args = self._trainer, self._trainer.args
         if args.save_only_model:
@@ -165,7 +165,6 @@ class TrainerCheckpoints:
         if args.should_save:
             shutil.rmtree(unfinished(folder).parent, ignore_errors=True)  # of a run that crashed
         self._opened = None
-        best = trainer.state.best_model_checkpoint  # Trainer notes a new one before it is there
 
         def beside(there: Path) -> None:
             self._beside = there

@@ -19,7 +19,7 @@ from ..checkpoint import save_pretrained
 from ..checkpoint.agreement import FREE_SPACE, together
 from ..config import OasesConfig
 from ..errors import ConfigError, UnsupportedModelError
-from ..models.converted import Converted, converted
+from ..models.converted import Converted, converted, loaded
 from ..models.vocabulary import ignores_num_items
 from ..parallel.equal import make_batch_equal
 from .accelerate import OasesPlugin
@@ -74,8 +74,8 @@ class OasesCallback(TrainerCallback):
             raise UnsupportedModelError(
                 f"the Trainer's model is a {type(model).__name__}, not a transformers PreTrainedModel"
             )
-        loaded = getattr(getattr(model, "oases", None), "loaded_with", None)
-        config = self.config if loaded is None else self.config.over(loaded)
+        before = loaded(model)
+        config = self.config.over(before.loaded_with) if before and before.loaded_with else self.config
         settings = {setting.name: getattr(self.config, setting.name) for setting in fields(self.config)}
         if self.config.degree == "auto":
             settings["batch_size"] = settings["batch_size"] or trainer.args.train_batch_size

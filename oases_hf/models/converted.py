@@ -56,6 +56,12 @@ class Converted:
         return sum(n for n, sharded in sizes if sharded) / max(1, sum(n for n, _ in sizes))
 
 
+def loaded(model: nn.Module) -> Converted | None:
+    """What ``load_pretrained`` left on ``model``; None for other models, and once an Accelerator trains it."""
+    found = getattr(model, "oases", None)
+    return found if isinstance(found, Converted) and found.loaded_with is not None else None
+
+
 def converted(model: nn.Module) -> Converted:
     """What conversion left on ``model``; raises UnsupportedModelError when it is not converted."""
     found = getattr(model, "oases", None)

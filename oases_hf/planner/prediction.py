@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from ..errors import ConfigError
 from ..plan import Recompute, ShardOptimizer
-from .problem import GIB, Choice, Mode, Problem, is_chain
+from .problem import GIB, Choice, Problem, is_chain
 from .terms import BlockTerms, Terms
 
 
@@ -105,8 +105,7 @@ def predict(
             f"predict: degrees {sorted(set(degrees))} of tmp_size={problem.costs.tmp_size} are no chain; "
             f"choose degrees of which each divides the next, and the last divides tmp_size"
         )
-    rows = problem.costs.sub_batch_rows(min(degrees), sub_batches)
-    terms = Terms(problem, Mode(sub_batches, shard_optimizer, rows))
+    terms = Terms.of_plan(problem, degrees, sub_batches, shard_optimizer)
     choices = map(Choice, degrees, recompute)
     return _predicted(terms, [terms.block(kind, choice) for kind, choice in zip(problem.blocks, choices, strict=True)])
 

@@ -17,10 +17,12 @@ here. They are equations 3 and 4 of the paper, made exact where the runtime is k
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..costs import KindCosts
+from ..plan import ShardOptimizer
 from .problem import Choice, Mode, Problem
 
 
@@ -80,6 +82,14 @@ class Terms:
         self.costs = problem.costs
         self.ends = BlockTerms(degree=self.costs.tmp_size)
         self.reductions = problem.accumulation if mode.shard_optimizer == "reduce" else 1
+
+    @classmethod
+    def of_plan(
+        cls, problem: Problem, degrees: Collection[int], sub_batches: int, shard_optimizer: ShardOptimizer
+    ) -> Terms:
+        """Those of plans with these degrees."""
+        rows = problem.costs.sub_batch_rows(min(degrees), sub_batches)
+        return cls(problem, Mode(sub_batches, shard_optimizer, rows))
 
     def block(self, kind: KindCosts, choice: Choice) -> BlockTerms:
         """Times and bytes of one block; raises ConfigError where the costs were not measured."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from ..costs import CostTable, Curve, KindCosts, Slowdown, Timing
-from ..errors import ConfigError
+from ..errors import ConfigError, naming
 
 SIZES = tuple(2**power for power in range(10, 31, 2))
 """Bytes at which curves have points."""
@@ -127,24 +127,24 @@ class ClusterSpec:
         ranks = table.tmp_size * table.data_size
         if ranks > self.gpus:
             raise ConfigError(f"cluster {self.name} has {self.gpus} GPUs, and {ranks} ranks are asked for")
-        groups = [n for n in range(2, ranks + 1) if ranks % n == 0]
-        curves: dict[str, dict[int, Curve]] = {}
-        reduce, gather = self.all_reduce_ms, self.all_gather_ms
-        for name, time in (("all_reduce", reduce), ("all_gather", gather), ("exchange", gather)):
-            curves[name] = {n: _curve(time, n) for n in groups}
+        linked = self.linked(table, [n for n in range(2, ranks + 1) if ranks % n == 0])
         outside_ms = self.compute_ms(table.rows * work.outside_operations, 0, work.dtype)
         state_bytes = table.element_bytes.parameter * FUSED_OPTIMIZER_PASSES
         return replace(
-            table,
+            linked,
             fingerprint={**table.fingerprint, "device": self.gpu.name, "source": "data sheet"},
             kinds=tuple(self._kind(table, kind, work) for kind in table.kinds),
-            all_reduce=curves["all_reduce"],
-            all_gather=curves["all_gather"],
-            exchange=curves["exchange"],
-            slowdown=self.slowdown,
             outside=replace(table.outside, ms=outside_ms),
             optimizer_ms=1e6 * state_bytes / self.gpu.memory_gb_per_s / 1e6,
         )
+
+    def linked(self, table: CostTable, groups: Collection[int]) -> CostTable:
+        """``table`` with the times of collectives here, over groups of so many ranks."""
+        sums, gathers = (
+            {ranks: Curve(tuple((size, time(ranks, size)) for size in SIZES)) for ranks in groups}
+            for time in (self.all_reduce_ms, self.all_gather_ms)
+        )
+        return replace(table, all_reduce=sums, all_gather=gathers, exchange=gathers, slowdown=self.slowdown)
 
     def _kind(self, table: CostTable, kind: KindCosts, work: Work) -> KindCosts:
         def timed(degree: int, sub_batches: int, timing: Timing) -> Timing:
@@ -193,10 +193,8 @@ class ClusterSpec:
         Raises:
             ConfigError: there is none.
         """
-        try:
+        with naming(f"cluster {name}", f"choose a file, or {', '.join(shipped())}"):
             return cls.from_json(shipped()[name] if name in shipped() else Path(name).read_text())
-        except (OSError, ConfigError) as error:
-            raise ConfigError(f"cluster {name}: {error}; choose a file, or {', '.join(shipped())}") from error
 
 
 @dataclass(frozen=True)
@@ -224,7 +222,3 @@ def shipped() -> dict[str, str]:
     """The clusters that come with the package: name → JSON text."""
     text = resources.files(__package__).joinpath("clusters.json").read_text()
     return {each["name"]: json.dumps(each) for each in json.loads(text)}
-
-
-def _curve(time: Callable[[int, float], float], ranks: int) -> Curve:
-    return Curve(tuple((size, time(ranks, size)) for size in SIZES))

@@ -7,7 +7,7 @@ from typing import assert_never
 
 from ..costs import Timing
 from ..plan import Plan
-from ..planner.problem import Choice, Mode, Problem
+from ..planner.problem import Choice, Problem
 from ..planner.terms import BlockTerms, Terms
 from ..schedule import (
     Backward,
@@ -65,10 +65,9 @@ class Costs:
     """
 
     def __init__(self, problem: Problem, plan: Plan, ready: Ready) -> None:
-        self.table, self.ready, self.tmp_size = problem.costs, ready, plan.tmp_size
-        rows = self.table.sub_batch_rows(min(plan.degrees), plan.sub_batches)
-        mode = Mode(plan.sub_batches, plan.shard_optimizer, rows)
-        self.terms = Terms(problem, mode)
+        self.table, self.ready = problem.costs, ready
+        self.terms = Terms.of_plan(problem, plan.degrees, plan.sub_batches, plan.shard_optimizer)
+        self._rows = rows = self.terms.mode.rows
         known: dict[tuple[str, Choice], BlockCosts] = {}
         self.blocks: list[BlockCosts] = []
         for kind, degree, recompute in zip(problem.blocks, plan.degrees, plan.recompute, strict=True):
@@ -83,10 +82,7 @@ class Costs:
                     kind.norm_hiddens * hidden,
                 )
             self.blocks.append(known[kind.name, choice])
-        self._rows = rows
-        self._graphs_kept = {
-            op.block for op in ready.schedule.forward if isinstance(op, Forward) and op.keep == "graph"
-        }
+        self._graphs_kept = plan.graphs_kept
         self._around = (plan.tmp_size, *plan.degrees, plan.tmp_size)
 
     def of(self, op: Instruction) -> Cost:

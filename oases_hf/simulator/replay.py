@@ -136,8 +136,3 @@ class Replay:
         if size_bytes:
             self._held += size_bytes
             self._memory.append((self._lanes.now_ms, self._held))
-
-
-def busy_ms(spans: Sequence[Span], lane: str) -> float:
-    """For how long a lane is busy."""
-    return sum(span.end_ms - span.begin_ms for span in spans if span.lane == lane)

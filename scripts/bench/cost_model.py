@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -27,17 +25,12 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 
 from oases_hf import Plan
-from oases_hf.convert import describe
-from oases_hf.parallel.mesh import Mesh
 from oases_hf.plan import Recompute, ShardOptimizer
 from oases_hf.planner import Prediction, Problem, plan_of, predict, solve
-from oases_hf.profiler import Architecture, Workload, profile
-from scripts.bench.training import SEED, measure, whole_model
+from scripts.bench.training import SEED, measure, profiled
 
 SUB_BATCHES = (1, 2, 4)
 RECOMPUTE: tuple[Recompute, ...] = ("full", "none")
@@ -189,25 +182,18 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
+def _say(line: str) -> None:
+    """On the first rank."""
+    if dist.get_rank() == 0:
+        print(line, flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark on the ranks that a launcher started."""
     options = parse_options(argv)
-    accelerator = Accelerator()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    model = whole_model(options)
-    mesh = Mesh.build(dist.get_world_size())
+    costs, name, mesh = profiled(options, SUB_BATCHES, say=_say)
     first = mesh.world.rank == 0
-    with tempfile.TemporaryDirectory() as cache:
-        costs = profile(
-            Architecture.of(model),
-            mesh,
-            Workload(options.batch, options.seq, SUB_BATCHES),
-            accelerator.device,
-            cache=Path(cache),
-            say=lambda line: print(line, flush=True) if first else None,
-        )
     problem = Problem(costs, options.layers, options.memory_mib / 1024, options.accumulation, SUB_BATCHES)
-    name = describe(model)
     plans = [("planned", plan_of(solve(problem), name)), *uniform(problem, name, "off")]
     # Owners of optimizer state; at the last micro-batch, which costs the least traffic.
     keeping = replace(problem, memory_limit_gib=options.owned_memory_mib / 1024, shard_optimizer=("keep",))

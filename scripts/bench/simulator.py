@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,19 +21,13 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-import torch
-import torch.distributed as dist
-from accelerate import Accelerator
 
 from oases_hf import Plan
-from oases_hf.convert import describe
-from oases_hf.parallel.mesh import Mesh
 from oases_hf.plan import SCHEDULE_NAMES
 from oases_hf.planner import Problem
-from oases_hf.profiler import Architecture, Workload, profile
 from oases_hf.schedule import kind
 from oases_hf.simulator import simulate
-from scripts.bench.training import measure, whole_model
+from scripts.bench.training import measure, profiled
 
 
 @dataclass(frozen=True)
@@ -91,23 +83,16 @@ def report(rows: Sequence[Row]) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmark on the ranks that a launcher started."""
     options = parse_options(argv)
-    accelerator = Accelerator()
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    model = whole_model(options)
-    mesh = Mesh.build(dist.get_world_size())
-    first = mesh.world.rank == 0
-    with tempfile.TemporaryDirectory() as cache:
-        workload = Workload(options.batch, options.seq, (1, 2))
-        costs = profile(Architecture.of(model), mesh, workload, accelerator.device, cache=Path(cache))
+    costs, model, mesh = profiled(options, (1, 2))
     problem = Problem(costs, options.layers, 1e9, options.accumulation)
     rows = []
     for name in SCHEDULE_NAMES:
         degrees = (mesh.tmp.size,) * len(problem.blocks)
-        plan = Plan(describe(model), mesh.tmp.size, degrees, name, kind(name).sub_batches)
+        plan = Plan(model, mesh.tmp.size, degrees, name, kind(name).sub_batches)
         found = measure(options, plan)
         simulated = simulate(problem, plan)
         rows.append(Row(name, simulated.step_ms, found.ms, simulated.exposed_ms, found.waiting_ms))
-    if first:
+    if mesh.world.rank == 0:
         report(rows)
         if options.costs:
             costs.save(options.costs)

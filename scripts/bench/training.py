@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
+import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -19,7 +22,11 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from oases_hf import OasesPlugin, Plan
-from oases_hf.parallel.mesh import Axis, Pending
+from oases_hf.convert import describe
+from oases_hf.costs import CostTable
+from oases_hf.parallel.mesh import Axis, Mesh, Pending
+from oases_hf.profiler import Architecture, Workload, profile
+from oases_hf.profiler.profile import Say
 from oases_hf.schedule import Instruction, Sync
 from scripts.bench.llama import build, config_of
 
@@ -85,6 +92,19 @@ class _Timed:
 def whole_model(options: argparse.Namespace) -> LlamaForCausalLM:
     """Alike on all ranks."""
     return build(config_of(options, options.vocab, options.seq), SEED)
+
+
+def profiled(
+    options: argparse.Namespace, sub_batches: Sequence[int], say: Say = lambda line: None
+) -> tuple[CostTable, str, Mesh]:
+    """The costs of the model of ``options`` on all ranks, measured anew, what a plan for it is for, and the ranks."""
+    accelerator = Accelerator()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    model, mesh = whole_model(options), Mesh.build(dist.get_world_size())
+    workload = Workload(options.batch, options.seq, tuple(sub_batches))
+    with tempfile.TemporaryDirectory() as cache:
+        costs = profile(Architecture.of(model), mesh, workload, accelerator.device, cache=Path(cache), say=say)
+    return costs, describe(model), mesh
 
 
 def measure(options: argparse.Namespace, plan: Plan) -> Measured:

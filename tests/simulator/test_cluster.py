@@ -124,7 +124,6 @@ def test_overlap_pays_on_what_is_shipped() -> None:
 
 def test_from_a_config_to_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As on the command line: estimate for a cluster, plan, and simulate."""
-    pytest.importorskip("matplotlib")
     fields = {**llama().config.to_dict(), "architectures": ["LlamaForCausalLM"]}
     config, costs, plan = (str(tmp_path / name) for name in ("config.json", "costs.json", "plan.json"))
     Path(config).write_text(json.dumps(fields))

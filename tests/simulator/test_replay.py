@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -13,12 +14,17 @@ from oases_hf.errors import ConfigError
 from oases_hf.plan import SCHEDULE_NAMES, Plan, Recompute, ScheduleName
 from oases_hf.planner import Problem, predict
 from oases_hf.schedule import Forward, ReduceGrads, StartAsync, kind
-from oases_hf.simulator import Simulation, simulate
+from oases_hf.simulator import Simulation, Span, simulate
 from oases_hf.simulator.lanes import Lanes
-from oases_hf.simulator.replay import OPTIMIZER, OUTSIDE, busy_ms
+from oases_hf.simulator.replay import OPTIMIZER, OUTSIDE
 
 from ..planner.examples import by_hand, flat, random_table
 from ..planner.test_timeline import timeline_ms
+
+
+def busy_ms(spans: Sequence[Span], lane: str) -> float:
+    """For how long a lane is busy."""
+    return sum(span.end_ms - span.begin_ms for span in spans if span.lane == lane)
 
 
 def plan(problem: Problem, degree: int, name: ScheduleName = "oases", **changes: object) -> Plan:
