@@ -2,116 +2,40 @@
 
     python scripts/paper.py
 
-Computation is the published profile of one RTX 3090 (scripts/bench/data), for hidden sizes 1024-4096; above, it is
-extrapolated from 4096 by operations. Collectives are those of ``rtx3090x32`` and ``rtx3090x32-nvlink`` in
-``oases_hf/simulator/clusters.json``, a constant per kind of link, none per model. All in float32, as many sequences as
-the paper trains at once; each TMP world has the paper's degree, the others run data parallel. The paper does not say
-how often gradients are reduced, and its cost model leaves that out: everything is printed for steps of one micro-batch,
-and of 64, which amortise it. Embedding, head, loss and optimizer are left out: they were not profiled. The profile has
-no recompute without the last matmul, so recompute is priced as a forward. The planner's objective is a sum over blocks;
-where a uniform plan is simulated to be faster, that is taken.
+What is computed how, and from which constants, says scripts/bench/paper_models.py. All in float32 but the table of
+V100s, as many sequences as the paper trains at once; each TMP world has the paper's degree, the others run data
+parallel. The paper does not say how often gradients are reduced, and its cost model leaves that out: the ablation and
+utilization are printed for steps of one micro-batch, and of 64, which amortise it. Embedding, head, loss and optimizer
+are left out: they were not profiled. The profile has no recompute without the last matmul, so recompute is priced as a
+forward. The planner's objective is a sum over blocks; where a uniform plan is simulated to be faster, that is taken.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from oases_hf.costs import CostTable, Timing
-from oases_hf.plan import Plan, ScheduleName
-from oases_hf.planner import Problem, plan_of, solve
-from oases_hf.planner.problem import GIB
-from oases_hf.schedule import kind
-from oases_hf.simulator import Simulation, simulate
+from oases_hf.plan import ScheduleName
+from oases_hf.planner import plan_of, predict, solve
+from oases_hf.simulator import simulate
 from oases_hf.simulator.cluster import ClusterSpec
-from scripts.bench.paper_plans import DATA, GPUS, MATRICES, cost_table, runs
-
-Paper = dict[str, Any]
+from scripts.bench.paper_models import Paper, models, read
+from scripts.bench.paper_plans import fully, runs
 
 CLUSTERS = {"NVLink 3090": "rtx3090x32-nvlink", "3090": "rtx3090x32"}
-PROFILED = 4096
 SCHEDULES: dict[str, ScheduleName] = {
     "megatron": "megatron",
     "merak": "merak",
     "cross_pass": "cross_pass",
     "+fine_grained_recompute": "oases",
 }
-MEMORY_GIB = 24e9 / GIB
-
-
-@dataclass(frozen=True)
-class Model:
-    """A row of the paper's table of models: layers, and what a TMP world trains at once."""
-
-    name: str
-    hidden: int
-    layers: int
-    degree: int
-    batch: int
-
-    @property
-    def profiled(self) -> bool:
-        """Whether its blocks were measured."""
-        return self.hidden <= PROFILED
-
-    def problem(self, cluster: ClusterSpec, accumulation: int = 1) -> Problem:
-        """What is trained, on a cluster, so many micro-batches per step."""
-        rows = self.batch * self.degree // GPUS
-        profiled = cost_table(self.hidden, rows, (1, 2), self.degree) if self.profiled else None
-        table = profiled or _larger(self.hidden, rows, self.degree)
-        groups = {n * m for n in _divisors(self.degree) for m in (1, GPUS // self.degree)} - {1}
-        costs = cluster.linked(table, groups)
-        return Problem(costs, self.layers, MEMORY_GIB, accumulation, recompute="full")
-
-    def uniform(self, problem: Problem, schedule: ScheduleName) -> Simulation:
-        """A step at the paper's degree."""
-        degrees = (self.degree,) * len(problem.blocks)
-        return simulate(problem, Plan(self.name, self.degree, degrees, schedule, kind(schedule).sub_batches))
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
-def _larger(hidden: int, rows: int, degree: int) -> CostTable:
-    """A table of a hidden size beyond those that were profiled, of degrees up to ``degree``.
-
-    Matmuls of a rank take as long per operation as at the largest hidden size that was profiled, where they have about
-    as many operations: of twice the hidden size, those of a fourth of the degree.
-    """
-    scale = (hidden / PROFILED) ** 2
-    timings: list[dict[int, dict[int, Timing]]] = [{} for _ in MATRICES]
-    for of in _divisors(degree):
-        near = min(_divisors(GPUS), key=lambda other: abs(math.log(other * scale / of)))
-        source = cost_table(PROFILED, max(1, rows * of // degree), (1, 2), near)
-        for found, each in zip(timings, source.kinds, strict=True):
-            found[of] = {number: time.scaled(scale * near / of) for number, time in each.timings[near].items()}
-    whole = cost_table(PROFILED, rows, (1, 2), degree)
-    kinds = tuple(
-        replace(each, parameters={of: round(n * scale) for of, n in each.parameters.items()}, timings=found)
-        for each, found in zip(whole.kinds, timings, strict=True)
-    )
-    return replace(whole, hidden=hidden, kinds=kinds)
-
-
-def models(paper: Paper) -> Iterator[Model]:
-    """Those of the paper."""
-    for row in paper["models"]:
-        yield Model(*row)
-
-
-def mark(model: Model) -> str:
-    """How much of a row was measured."""
-    return "profiled" if model.profiled else "extrapolated"
+COMPARED: tuple[ScheduleName, ...] = ("megatron", "oases")
 
 
 def ablation(paper: Paper, cluster_name: str, cluster: ClusterSpec, accumulation: int) -> list[float]:
@@ -128,12 +52,13 @@ def ablation(paper: Paper, cluster_name: str, cluster: ClusterSpec, accumulation
         blocking = solve(replace(problem, sub_batches=(1,), objective="no_overlap"), gap=0.0)
         steps["no overlap, planned"] = simulate(problem, replace(plan_of(blocking, model.name), schedule="megatron"))
         ours = [steps["megatron"].step_ms / step.step_ms for step in steps.values()]
-        print(f"  {model.name:10}  {mark(model):12}  {figures(ours)}  {runs(solution.degrees)}")
+        print(f"  {model.name:10}  {model.mark:12}  {figures(ours)}  {runs(solution.degrees)}")
         if printed:
             theirs = [value / printed[0] for value in printed]
             each = [ratio / other - 1 for ratio, other in zip(ours[1:5], theirs[1:], strict=True)]
             order = "as in the paper" if ours[:5] == sorted(ours[:5]) else "not as in the paper"
-            print(f"  {'':10}  {'paper':12}  {figures(theirs)}")
+            plan = "+".join(f"[{degree}]×{layers}" for degree, layers in paper["plans"][model.name]["degrees"])
+            print(f"  {'':10}  {'paper':12}  {figures(theirs)}{plan:>{len(plan) + 16}}")
             print(f"  {'':10}  {'error':12}  {'':5}  {'  '.join(f'{error:+5.0%}' for error in each)}  order {order}")
             errors += each if model.profiled else []
     return errors
@@ -147,8 +72,7 @@ def figures(ratios: Sequence[float]) -> str:
 def utilization(paper: Paper, cluster_name: str, cluster: ClusterSpec, accumulation: int) -> None:
     """Print the part of a step in which devices compute."""
     print(f"  {'':10}  " + "  ".join(f"{model.name:>11}" for model in models(paper)))
-    schedules: tuple[ScheduleName, ...] = ("megatron", "oases")
-    for schedule in schedules:
+    for schedule in COMPARED:
         cells = []
         printed = paper["device_utilization_percent"][cluster_name][schedule]
         for model, theirs in zip(models(paper), printed, strict=True):
@@ -167,9 +91,85 @@ def density(paper: Paper) -> None:
             print(f"  {model.name:10}  {halves / whole - 1:+.1%}")
 
 
+def motivation(paper: Paper) -> None:
+    """Print how much of a step four GPUs communicate, of the models that the paper trains on four."""
+    first, second = paper["motivation_comm_percent_4x3090"]
+    print(
+        f"percent of a step that four 3090s under megatron communicate (paper: {first} and {second}, of unnamed models)"
+    )
+    for model in models(paper):
+        if model.degree == 4:
+            problem = model.problem(ClusterSpec.load("rtx3090x4"), gpus=4)
+            theirs, ours = (model.uniform(problem, schedule) for schedule in COMPARED)
+            shorter = ours.step_ms < theirs.exposed_ms
+            print(
+                f"  {model.name:10}  {100 * theirs.exposed_ms / theirs.step_ms:4.1f}; a step of oases "
+                f"{ours.step_ms:6.0f} ms, {'less' if shorter else 'not less'} than the {theirs.exposed_ms:.0f} of that"
+            )
+
+
+def grid_search(paper: Paper) -> None:
+    """Print what megatron trains at each degree, where that fits."""
+    for name, file in CLUSTERS.items():
+        print(f"{name}: megatron, thousand tokens/s at each degree that fits; the paper's best degree")
+        for model in models(paper):
+            found = {}
+            for degree in (1, 2, 4, 8):
+                at = replace(model, degree=degree)
+                problem = at.problem(ClusterSpec.load(file))
+                degrees = (degree,) * len(problem.blocks)
+                if at.rows and predict(problem, degrees, fully(degrees), 1).memory.fits(problem):
+                    found[degree] = at.k_tokens_per_s(problem, at.uniform(problem, "megatron"))
+            best = max(found, key=found.__getitem__, default=None)
+            cells = "  ".join(f"{degree}: {rate:5.1f}" for degree, rate in found.items())
+            print(f"  {model.name:10}  {cells:40}  best {best}, paper {model.degree}")
+
+
+def weak_scaling(paper: Paper) -> None:
+    """Print what part of linear scaling is reached, batches and GPUs growing together."""
+    for name, file in CLUSTERS.items():
+        cluster = ClusterSpec.load(file)
+        print(f"{name}: percent of linear scaling, from one TMP world to {cluster.gpus} GPUs")
+        for model in models(paper):
+            if model.profiled:
+                sizes = [model.degree * 2**power for power in range(6) if model.degree * 2**power <= cluster.gpus]
+                for schedule in COMPARED:
+                    rates = [
+                        model.k_tokens_per_s(problem, model.uniform(problem, schedule)) / size
+                        for size in sizes
+                        for problem in [model.problem(cluster, gpus=size)]
+                    ]
+                    cells = "  ".join(
+                        f"{size:2}: {rate / rates[0]:4.0%}" for size, rate in zip(sizes, rates, strict=True)
+                    )
+                    print(f"  {model.name:10}  {schedule:8}  {cells}")
+
+
+def v100(paper: Paper) -> None:
+    """Print throughput and communication on eight V100s, and the paper's.
+
+    Of hidden size 6144, its tokens would take 1.8 times the GPUs' peak: it does not seem to count each token once.
+    """
+    cluster = ClusterSpec.load("v100x8")
+    print("8 V100s, from their data sheet: thousand tokens/s, speed-up, percent waiting (megatron, oases); the paper's")
+    table = paper["v100_nvlink"]
+    for model in models(paper):
+        layers, degree, *theirs = table[model.name]
+        at = replace(model, layers=layers, degree=degree)
+        problem = at.from_data_sheet(cluster, "float16")
+        steps = [at.uniform(problem, schedule) for schedule in COMPARED]
+        ours = [at.k_tokens_per_s(problem, step) for step in steps]
+        ours += [100 - 100 * step.utilization for step in steps]
+        cells = (
+            f"{before:6.1f} {after:6.1f}  {after / before:4.2f}  {first:5.1f} {second:5.1f}"
+            for before, after, first, second in (ours, theirs)
+        )
+        print(f"  {model.name:10}  {';  '.join(cells)}")
+
+
 def main() -> None:
     """Print everything."""
-    paper: Paper = json.loads((DATA / "paper.json").read_text())
+    paper = read()
     columns = ", ".join([*SCHEDULES, "+planner", "wang", "no overlap, planned"])
     for accumulation in (1, 64):
         errors: list[float] = []
@@ -184,6 +184,10 @@ def main() -> None:
         print(f"speed-ups of profiled rows: median error {median:.0%}, worst {worst:.0%}")
     print("how much longer two halves of a batch compute than the whole (paper: below 20 %)")
     density(paper)
+    motivation(paper)
+    grid_search(paper)
+    weak_scaling(paper)
+    v100(paper)
 
 
 if __name__ == "__main__":

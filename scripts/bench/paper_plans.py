@@ -100,12 +100,13 @@ def runs(degrees: tuple[int, ...]) -> str:
     return "+".join(f"[{degree}]×{count:g}" for degree, count in counted)
 
 
-def _full(degrees: tuple[int, ...]) -> tuple[Recompute, ...]:
+def fully(degrees: tuple[int, ...]) -> tuple[Recompute, ...]:
+    """Every block recomputed."""
     return tuple("full" for _ in degrees)
 
 
 def _line(name: str, problem: Problem, degrees: tuple[int, ...], note: str = "") -> None:
-    step = predict(problem, degrees, _full(degrees), 2)
+    step = predict(problem, degrees, fully(degrees), 2)
     exposed_ms = step.tail_ms + sum(block.exposed_ms for block in step.blocks)
     per_batch = [ms / problem.accumulation for ms in (step.step_ms, exposed_ms, step.reshard_ms, step.gradient_sync_ms)]
     figures = " ".join(f"{ms:9.1f}" for ms in per_batch)
@@ -126,7 +127,7 @@ def _plans(name: str, hidden: int, layers: int, uniform: int, rows: int) -> None
             degrees = tuple(degree for degree, count in printed["degrees"] for _ in range(2 * count))
             note = f"paper: resharding {printed['reshard_ms']} ms, solved in {printed['solve_ms']} ms"
             _line("the paper's plan", problem, degrees, note)
-            needed_bytes = predict(problem, degrees, _full(degrees), 2).memory.total
+            needed_bytes = predict(problem, degrees, fully(degrees), 2).memory.total
             limits["planned for the memory of that"] = needed_bytes / GIB
         for label, limit_gib in limits.items():
             found = solve(replace(problem, memory_limit_gib=limit_gib), gap=0.0)

@@ -27,7 +27,7 @@ from oases_hf.costs import CostTable
 from oases_hf.parallel.mesh import Axis, Mesh, Pending
 from oases_hf.profiler import Architecture, Workload, profile
 from oases_hf.profiler.profile import Say
-from oases_hf.schedule import Instruction, Sync
+from oases_hf.schedule import Instruction, StartAsync, Sync
 from scripts.bench.llama import build, config_of
 
 SEED = 0
@@ -39,7 +39,8 @@ class Measured:
 
     Attributes:
         ms: of an optimizer step.
-        waiting_ms: of that, what the executor waits for collectives; on CPUs only, on GPUs the host does not wait.
+        waiting_ms: of that, what the executor spends to hand collectives over, and waits for them; on CPUs only, on
+            GPUs the host does not wait.
     """
 
     ms: float
@@ -47,18 +48,18 @@ class Measured:
 
 
 class Waiting:
-    """Counts the time in which an executor waits for all-reduces."""
+    """Counts the time in which an executor, instead of computing, hands all-reduces over or waits for them."""
 
     def __init__(self) -> None:
         self.ms = 0.0
-        self._syncing = False
+        self._communicating = False
 
     @contextmanager
     def watch(self, op: Instruction) -> Iterator[None]:
         """While an instruction runs: of what others wait for, nothing counts."""
-        self._syncing = isinstance(op, Sync)
+        self._communicating = isinstance(op, StartAsync | Sync)
         yield
-        self._syncing = False
+        self._communicating = False
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -66,14 +67,18 @@ class Waiting:
         own = Axis.start_all_reduce
 
         def start_all_reduce(axis: Axis, tensor: Tensor, *args: Any) -> Pending:
-            return _Timed(own(axis, tensor, *args), self)
+            with self.timing():
+                return _Timed(own(axis, tensor, *args), self)
 
         with mock.patch.object(Axis, "start_all_reduce", start_all_reduce):
             yield
 
-    def add(self, ms: float) -> None:
-        """Count a wait."""
-        self.ms += ms * self._syncing
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """Count what happens inside, if it is the executor's."""
+        start = time.perf_counter()
+        yield
+        self.ms += (time.perf_counter() - start) * 1e3 * self._communicating
 
 
 @dataclass
@@ -83,10 +88,8 @@ class _Timed:
 
     def wait(self) -> object:
         """Wait, and count it."""
-        start = time.perf_counter()
-        result = self.work.wait()
-        self.waiting.add((time.perf_counter() - start) * 1e3)
-        return result
+        with self.waiting.timing():
+            return self.work.wait()
 
 
 def whole_model(options: argparse.Namespace) -> LlamaForCausalLM:

@@ -19,6 +19,14 @@ def test_what_is_said_to_be_reproduced(capsys: pytest.CaptureFixture[str]) -> No
     cells = re.findall(r"(\d+) \( *(\d+)\)", amortised)
     assert len(cells) == 2 * 2 * 7
     assert all(abs(int(ours) - int(theirs)) <= 15 for ours, theirs in cells)
+    scaling = [
+        re.findall(r"(\d+)%", line) for line in said[said.index("percent of linear") :].splitlines() if "%" in line
+    ]
+    assert len(scaling) == 2 * 4 * 2
+    assert all(parts == sorted(parts, key=int, reverse=True) for parts in scaling), "more GPUs, more to reduce"
+    v100 = [line.split() for line in said[said.index("8 V100s") :].splitlines()[1:]]
+    assert len(v100) == 7
+    assert all(abs(float(ours) - float(theirs.rstrip(";"))) < 8 for *_, ours, _, _, _, _, theirs, _ in v100), "waiting"
     longer = re.findall(r"\+(\d+\.\d)%$", said, re.MULTILINE)
     assert len(longer) == 4
     assert all(float(percent) < 20 for percent in longer)
