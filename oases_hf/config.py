@@ -35,6 +35,7 @@ _READ: dict[str, Callable[[str], Any]] = {
     "batch_size": int,
     "sequence_length": int,
     "defer_weight_grads": _flag,
+    "cuda_graphs": _flag,
     "gather_logits": _flag,
     "shard_optimizer": str,
     "plan": str,
@@ -60,6 +61,9 @@ class OasesConfig:
         recompute: ``full`` (default): keep a block's input and compute the rest again in backward; ``none``: keep all
             that backward needs; ``auto`` (default with ``degree="auto"``): as planned, for each block.
         defer_weight_grads: compute weight gradients while the all-reduce of the input's gradient runs.
+        cuda_graphs: on GPUs, record the kernels of the layers once per shape of a batch, and launch them together
+            (default: True). With dropout, or hooks in layers, they are launched one by one all the same. Costs memory:
+            what layers need between forward and backward is not there for the rest of the model then.
         gather_logits: return whole logits when training with labels (default: ``logits`` is None).
         shard_optimizer: of what several ranks hold alike (blocks of low degree, data parallelism), who keeps the
             optimizer's state. ``off`` (default): all of them. ``keep`` (or True): one of them, to whom the others hand
@@ -97,6 +101,7 @@ class OasesConfig:
     trace_steps: tuple[int, ...] | None = None
     async_save: bool | None = None
     ignore_failed_saves: bool | None = None
+    cuda_graphs: bool | None = None
 
     def __post_init__(self) -> None:
         """Fill in from the environment, and check what can be checked without ranks and a model."""
@@ -127,7 +132,7 @@ class OasesConfig:
     def _check_types(self) -> None:
         """Refuse what would fail later, and not say which setting it is of."""
         whole = ("tmp_size", "sub_batches", "batch_size", "sequence_length")
-        flags = ("defer_weight_grads", "gather_logits", "async_save", "ignore_failed_saves")
+        flags = ("defer_weight_grads", "cuda_graphs", "gather_logits", "async_save", "ignore_failed_saves")
         for names, kind in ((whole, int), (flags, bool)):
             for name in names:
                 value = getattr(self, name)

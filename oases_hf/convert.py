@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -30,7 +31,9 @@ from .parallel.mesh import Mesh
 from .parallel.rng import DropoutSeeds
 from .parallel.sharding import Layout
 from .plan import Plan
-from .runtime.stack import LayerBlock, Stack, StackList, one_by_one
+from .runtime.graphs import Graphs, cuda_recorder
+from .runtime.loop import StackList, one_by_one
+from .runtime.stack import LayerBlock, Stack
 
 
 def describe(model: PreTrainedModel) -> str:
@@ -51,6 +54,7 @@ def convert(
     *,
     gather_logits: bool = False,
     defer_weight_grads: bool = False,
+    cuda_graphs: bool = True,
     unread: bool = False,
 ) -> Converted:
     """Shard ``model`` over the TMP world of ``mesh`` as ``plan`` says, in place; all ranks call it.
@@ -61,6 +65,7 @@ def convert(
         plan: made for this model and the size of its TMP world.
         gather_logits: return whole logits in training when labels are given.
         defer_weight_grads: compute weight gradients while input gradients are reduced.
+        cuda_graphs: on GPUs, record what forward and backward launch, and replay it.
         unread: parameters are meta tensors, still or in part: the caller reads this rank's parts of them afterwards.
 
     Raises:
@@ -88,6 +93,8 @@ def convert(
     # Rank 0's seed: ranks that are seeded apart must draw some masks alike.
     base = int(mesh.control.broadcast(torch.tensor([torch.initial_seed() % 2**63])))
     stack = _install_stack(model, family, plan, links, sync, defer_weight_grads)
+    if cuda_graphs:
+        stack.graphs = _graphs(stack)
     _share_dropouts(model, layers, family, of_layers, vocabulary.link)
     dropout = Dropout(base, mesh.data.rank, links, vocabulary.link, stack.seeds)
     dropout.seed(base)
@@ -177,6 +184,18 @@ def _install_stack(
     base.register_forward_pre_hook(stack.enter, with_kwargs=True)
     base.register_forward_hook(stack.leave, always_call=True)
     return stack
+
+
+def _graphs(stack: Stack) -> Graphs:
+    """What records the passes of ``stack``."""
+    traffic = {id(axis): axis.traffic for axis in (*(link.axis for link in stack.links), *stack.rows.between.values())}
+    parameters = dict.fromkeys(parameter for of_block in stack.block_parameters for parameter in of_block)
+    control = stack.mesh.tmp_control
+
+    def agree(recorded: bool) -> bool:
+        return bool(control.all_reduce(torch.tensor([recorded], dtype=torch.uint8), dist.ReduceOp.MIN))
+
+    return Graphs(cuda_recorder, list(parameters), list(traffic.values()), agree)
 
 
 def _layer_block(block: Block) -> LayerBlock:

@@ -16,7 +16,9 @@ from accelerate.state import AcceleratorState
 from oases_hf import OasesPlugin
 from oases_hf.convert import block_count
 from oases_hf.integrations.optimizers import watch_steps
+from oases_hf.models.converted import Converted
 from oases_hf.plan import SCHEDULE_NAMES, Recompute, ShardOptimizer
+from oases_hf.runtime.graphs import WARM
 from tests.families import FAMILIES
 from tests.parallel import full_gradients, full_parameters, one_step, parallel
 from tests.parity import ZERO_GRADIENT_FLOOR, assert_gradients, assert_loss, assert_updates, float64_math
@@ -44,15 +46,25 @@ def check_schedules() -> int:
     state = parallel(model, dist.get_world_size())
     for schedule, sub_batches, defer in itertools.product(SCHEDULE_NAMES, (1, 2, 3), (False, True)):
         state.stack.schedule, state.stack.sub_batches, state.stack.defer = schedule, sub_batches, defer
-        model.zero_grad()
-        with float64_math():
-            loss = model(**data).loss
-            loss.backward()
-            state.gradients.finish()
-        assert_loss(loss, expected)
-        assert_gradients(full_gradients(model), wanted)
+        for _ in range(WARM + 2):  # kernel by kernel, then recorded
+            model.zero_grad()
+            with float64_math():
+                loss = model(**data).loss
+                loss.backward()
+                state.gradients.finish()
+            assert_loss(loss, expected)
+            assert_gradients(full_gradients(model), wanted)
+        check_recorded(state)
         compared += 1
     return compared
+
+
+def check_recorded(state: Converted) -> None:
+    """The last forward was a recording's."""
+    graphs = state.stack.graphs
+    assert graphs is not None
+    assert graphs._recordings, "nothing was recorded"
+    assert next(reversed(graphs._recordings.values())) is not None, state.stack._said
 
 
 def check_families() -> int:
@@ -63,8 +75,10 @@ def check_families() -> int:
         whole, model = (cast(Any, FAMILIES[name].model()).cuda().train() for _ in range(2))
         with float64_math():
             whole(**data).loss.backward()
-        parallel(model, world, schedule)
-        one_step(model, [data])
+        state = parallel(model, world, schedule)
+        for _ in range(WARM + 2):
+            one_step(model, [data])
+        check_recorded(state)
         assert_gradients(full_gradients(model), {n: g.cpu() for n, g in gradients(whole).items()})
         for attn in FAMILIES[name].attentions:
             model = cast(Any, FAMILIES[name].model(attn=attn, dropout=0.3)).cuda().train()
@@ -86,8 +100,10 @@ def check_mixed() -> int:
         blocks = block_count(whole)
         degrees = [draw.choice([d for d in (1, 2, 4) if d <= world]) for _ in range(blocks)]
         recompute: list[Recompute] = [draw.choice(["full", "none"]) for _ in range(blocks)]
-        parallel(model, world, draw.choice(SCHEDULE_NAMES), degrees=degrees, recompute=recompute)
-        one_step(model, [data])
+        state = parallel(model, world, draw.choice(SCHEDULE_NAMES), degrees=degrees, recompute=recompute)
+        for _ in range(WARM + 2):
+            one_step(model, [data])
+        check_recorded(state)
         assert_gradients(full_gradients(model), {n: g.cpu() for n, g in gradients(whole).items()})
         compared += 1
     return compared

@@ -86,7 +86,6 @@ class OasesPlugin(OasesConfig):
             return None
         steps = self.trace_steps or TRACED_STEPS
         tracer = Tracer(Path(self.trace), steps, state.mesh.world.rank, device_of(accelerator), end_together())
-        state.stack.watch = tracer.watch
         return tracer
 
 
@@ -102,6 +101,7 @@ def _check_same(config: OasesConfig, state: Converted) -> None:
         "recompute": recompute.pop() if len(recompute) == 1 else None,
         "shard_optimizer": plan.shard_optimizer,
         "defer_weight_grads": state.stack.defer,
+        "cuda_graphs": state.stack.graphs is not None,
         "gather_logits": state.vocabulary.gather_logits,
     }
     asked = {name: getattr(config, name) for name in is_now} | {"plan": config.load_plan()}
@@ -247,7 +247,13 @@ def _backward(
 
     object.__setattr__(model, "no_sync", no_sync)
     progress.restart()
-    model.register_forward_pre_hook(lambda *_: progress.forward())
+
+    def begin(*_: Any) -> None:
+        progress.forward()
+        if tracer is not None:
+            state.stack.watch = tracer.watch()
+
+    model.register_forward_pre_hook(begin)
     return backward
 
 

@@ -61,6 +61,7 @@ def convert_as(
         plan,
         gather_logits=bool(config.gather_logits),
         defer_weight_grads=bool(config.defer_weight_grads),
+        cuda_graphs=config.cuda_graphs is not False,
         unread=unread,
     )
     if mesh.tmp.size > 1 and state.sharded_fraction == 0.0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from ..errors import ConfigError
 from ..profiler.stopwatch import Clock
-from ..runtime.watch import unwatched
+from ..runtime.watch import Watch, unwatched
 from ..schedule import Instruction, ReduceGrads, Slice, StartAsync, Sync
 from ..simulator import Span
 from ..simulator.trace import write_trace
@@ -46,9 +46,9 @@ class Tracer:
         except OSError as error:
             raise ConfigError(f"trace={str(folder)!r}: {error}; choose another folder") from error
 
-    def watch(self, op: Instruction) -> AbstractContextManager[None]:
-        """The context that an instruction runs in."""
-        return self._timed(op) if self._progress.step in self._steps else unwatched(op)
+    def watch(self) -> Watch:
+        """What watches the instructions of the step that runs."""
+        return self._timed if self._progress.step in self._steps else unwatched
 
     def complete(self) -> None:
         """Write what ran, at the end of a step's last backward."""

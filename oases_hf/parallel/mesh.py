@@ -58,8 +58,16 @@ class Traffic:
 
     def count(self, tensor: Tensor) -> None:
         """Add one collective over ``tensor``."""
-        self.calls += 1
-        self.bytes += tensor.numel() * tensor.element_size()
+        self.add(Traffic(1, tensor.numel() * tensor.element_size()))
+
+    def add(self, other: Traffic) -> None:
+        """Add what was counted elsewhere."""
+        self.calls += other.calls
+        self.bytes += other.bytes
+
+    def since(self, before: Traffic) -> Traffic:
+        """What was added since this was ``before``."""
+        return Traffic(self.calls - before.calls, self.bytes - before.bytes)
 
 
 @dataclass

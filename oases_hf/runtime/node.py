@@ -12,13 +12,14 @@ from ..errors import BackwardError
 from ..parallel.autograd import apply
 from ..schedule import Instruction
 from .executor import Run
+from .graphs import Replayed
 
-BackwardOps = Callable[[Run], Sequence[Instruction]]
+BackwardOps = Callable[[Run | Replayed], Sequence[Instruction]]
 
 
 class _StackNode(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, run: Run, backward_ops: BackwardOps) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, run: Run | Replayed, backward_ops: BackwardOps) -> Tensor:
         ctx.run, ctx.backward_ops = run, backward_ops
         return run.forward(hidden)
 
@@ -38,7 +39,7 @@ class _StackNode(torch.autograd.Function):
         return run.backward(grads[0], ctx.backward_ops(run)), None, None, None
 
 
-def run_recorded(hidden: Tensor, run: Run, backward_ops: BackwardOps, trainable: bool) -> Tensor:
+def run_recorded(hidden: Tensor, run: Run | Replayed, backward_ops: BackwardOps, trainable: bool) -> Tensor:
     """Run a stack's forward; the result requires a gradient when ``trainable``, even if ``hidden`` does not.
 
     Args:

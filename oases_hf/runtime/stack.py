@@ -1,9 +1,7 @@
-"""The list of a model's layers, which HF's own loop runs as one overlapped stack.
+"""What runs the layers of a model as one: by the executor, or by recordings of what that launches.
 
-While the base model's forward runs, iterating over a :class:`StackList` yields stand-ins for the
-layers: they note the arguments of each, and the last one runs all layers through the executor. At any
-other time, and whenever the executor cannot serve a call (a key/value cache, captured hidden states),
-it is the plain list of layers, which communicate by themselves.
+Whenever neither can serve a call (a key/value cache, captured hidden states), layers run one by one, and communicate by
+themselves.
 """
 
 from __future__ import annotations
@@ -11,10 +9,10 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -28,6 +26,7 @@ from ..parallel.rng import DropoutSeeds, seed_of, seeded
 from ..schedule import Instruction, Ready, Step, plan_step
 from .block import Block, Rows
 from .executor import Run
+from .graphs import Graphs, Replayed, unrecordable
 from .node import run_recorded
 from .splitting import Context, Share, parts_of, unsplittable
 from .watch import Watch, unwatched
@@ -56,7 +55,7 @@ class LayerBlock:
 
 @dataclass
 class Stack:
-    """What a :class:`StackList` needs to run; the owner of everything that outlives one forward.
+    """What a list of layers needs to run as one; the owner of everything that outlives one forward.
 
     Attributes:
         path: where the stack is in the model, for messages.
@@ -75,6 +74,7 @@ class Stack:
         seeds: of dropout; None when the model has none.
         training: the base model is in training mode, as of its last forward.
         watch: called with every instruction that runs.
+        graphs: recordings, where they are wanted.
     """
 
     path: str
@@ -94,11 +94,12 @@ class Stack:
     seeds: DropoutSeeds | None
     training: bool = True
     watch: Watch = unwatched
+    graphs: Graphs | None = None
     plain: bool = False
     reduce_now: bool = False
     _inside: bool = False
     _drawing: ExitStack = field(default_factory=ExitStack)
-    _live: WeakSet[Run] = field(default_factory=WeakSet)
+    _live: WeakSet[Any] = field(default_factory=WeakSet)
     _said: set[str] = field(default_factory=set)
 
     def enter(self, module: nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
@@ -133,8 +134,17 @@ class Stack:
             for layer, (args, kwargs) in zip(layers, calls, strict=True):
                 hidden = layer(hidden, *args, **kwargs)
             return hidden
-        sub_batches = self._split_count(hidden, contexts)
-        parts = [self._parts(context, hidden.shape[0], sub_batches) for context in contexts]
+        ready = self._ready(hidden, self._split_count(hidden, contexts))
+        make = partial(self._make, layers, ready, hidden.shape[0])
+        if not ready.schedule.backward:
+            return make(contexts).forward(hidden)
+        run = self._passes(layers, hidden, contexts, ready, make)
+        self._live.add(run)
+        return run_recorded(hidden, run, partial(self._backward_ops, ready), trainable=True)
+
+    def _make(self, layers: Sequence[nn.Module], ready: Ready, batch: int, contexts: Sequence[Context]) -> Run:
+        """A run of ``layers`` that are called with ``contexts``."""
+        parts = [self._parts(context, batch, ready.schedule.sub_batches) for context in contexts]
         blocks = [
             Block(
                 f"{self.path}.{i}.{block.name}",
@@ -148,7 +158,30 @@ class Stack:
                 self._walk(layers), self.links, self.block_parameters, strict=True
             )
         ]
-        return self._apply(blocks, hidden, sub_batches)
+        return Run(blocks, ready, self.rows, self.gradients, self.seeds if self.training else None, self.watch)
+
+    def _passes(
+        self,
+        layers: Sequence[nn.Module],
+        hidden: Tensor,
+        contexts: Sequence[Context],
+        ready: Ready,
+        make: Callable[[Sequence[Context]], Run],
+    ) -> Run | Replayed:
+        """A recording of such a forward and its backward where there can be one, or else a run."""
+        if self.graphs is None or not self.graphs.on(hidden.device) or self.watch is not unwatched:
+            return make(contexts)
+        why_not = self._unrecordable() or unrecordable(layers, contexts, hidden.device)
+        if why_not is not None:
+            self._say(f"{why_not}: kernels are launched one by one, not as a CUDA graph")
+            return make(contexts)
+        return self.graphs.run(hidden, contexts, ready, make, self._say)
+
+    def _unrecordable(self) -> str | None:
+        """What of the model's settings keeps it from being recorded; None when nothing does."""
+        if self.seeds is not None and self.training:
+            return "dropout"
+        return "shard_optimizer='reduce' frees gradients" if self.gradients.eager else None
 
     def _walk(self, layers: Sequence[nn.Module]) -> Iterator[tuple[int, nn.Module, LayerBlock]]:
         for i, layer in enumerate(layers):
@@ -160,7 +193,8 @@ class Stack:
         return tuple(link.axis.size for link in self.links)
 
     @cached_property
-    def _rows(self) -> Rows:
+    def rows(self) -> Rows:
+        """How rows are spread over blocks of different degrees."""
         around = (self.mesh.tmp.size, *self._degrees, self.mesh.tmp.size)
         pairs = [(max(pair), min(pair)) for pair in itertools.pairwise(around)]
         between = {i: self.mesh.axis(*pair) for i, pair in enumerate(pairs) if pair[0] != pair[1]}
@@ -168,10 +202,11 @@ class Stack:
 
     def _parts(self, context: Context, batch: int, sub_batches: int) -> dict[int, list[dict[str, Any]]]:
         """A layer's arguments for each sub-batch, by the number of replicas that share its rows."""
-        shares = {link.replicas: Share(link.replica, link.replicas, self._rows.multiple) for link in self.links}
+        shares = {link.replicas: Share(link.replica, link.replicas, self.rows.multiple) for link in self.links}
         return {n: parts_of(context, self.per_sample, batch, sub_batches, share) for n, share in shares.items()}
 
-    def _apply(self, blocks: Sequence[Block], hidden: Tensor, sub_batches: int) -> Tensor:
+    def _ready(self, hidden: Tensor, sub_batches: int) -> Ready:
+        """The schedule of a forward of ``hidden``."""
         trained = [i for i, ps in enumerate(self.block_parameters) if any(p.requires_grad for p in ps)]
         recording = torch.is_grad_enabled() and (bool(trained) or hidden.requires_grad)
         first = 0 if hidden.requires_grad or not trained else trained[0]
@@ -184,24 +219,20 @@ class Stack:
             self.graphs_kept,
             self.defer,
         )
-        ready = plan_step(step, first if recording else len(blocks))
-        seeds = self.seeds if self.training else None
-        run = Run(blocks, ready, self._rows, self.gradients, seeds, self.watch)
-        if not recording:
-            return run.forward(hidden)
-        self._live.add(run)
-        return run_recorded(hidden, run, partial(self._backward_ops, ready), trainable=True)
+        return plan_step(step, first if recording else len(self.links))
 
-    def _backward_ops(self, ready: Ready, run: Run) -> Sequence[Instruction]:
+    def _backward_ops(self, ready: Ready, run: Run | Replayed) -> Sequence[Instruction]:
         """The backward half: with early reduction when no other run's backward adds to the same gradients."""
         self._live.discard(run)
         self.gradients.begin()
+        if self.graphs is not None:
+            self.graphs.attach()
         return (ready.early if self.reduce_now and not self._live else ready.schedule).backward
 
     def _split_count(self, hidden: Tensor, contexts: Sequence[Mapping[str, Any]]) -> int:
         batch = hidden.shape[0]
         odd = unsplittable(contexts, self.per_sample)
-        if odd is not None and self._rows.multiple > 1:
+        if odd is not None and self.rows.multiple > 1:
             raise UnsupportedModelError(
                 f"{odd} cannot be split by rows, which replicas of blocks of a degree below tmp_size="
                 f"{self.mesh.tmp.size} do; choose degree {self.mesh.tmp.size}, or attention that takes a mask per row"
@@ -232,65 +263,3 @@ def _is_hooked(layer: nn.Module) -> bool:
     """Whether somebody watches a layer's calls, which the executor does not make; HF's own captures are asked for."""
     hooks = (*layer._forward_hooks.values(), *layer._forward_pre_hooks.values(), *layer._backward_hooks.values())
     return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
-
-
-@dataclass
-class _Loop:
-    """One go of HF's loop over the layers: it notes each layer's arguments, and runs the stack at the last."""
-
-    stack: Stack
-    layers: list[nn.Module]
-    calls: list[Call] = field(default_factory=list)
-
-    def call(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Stand in for the next layer."""
-        self.calls.append((args, kwargs))
-        return hidden if len(self.calls) < len(self.layers) else self.stack.run(self.layers, hidden, self.calls)
-
-
-class _Step:
-    """A layer as HF's loop sees it while the stack is to run."""
-
-    def __init__(self, loop: _Loop, layer: nn.Module) -> None:
-        self._loop = loop
-        self._layer = layer
-
-    def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self._loop.call(hidden, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._layer, name)
-
-
-class StackList(nn.ModuleList):
-    """A ModuleList of layers; see the module's docstring."""
-
-    stack: Stack
-
-    def _layers(self) -> list[nn.Module]:
-        return list(super().__iter__())
-
-    def _steps(self) -> list[_Step]:
-        loop = _Loop(self.stack, self._layers())
-        return [_Step(loop, layer) for layer in loop.layers]
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        """The layers; inside the base model's forward, stand-ins that run the stack together."""
-        return cast(Iterator[nn.Module], iter(self._steps())) if self.stack._inside else super().__iter__()
-
-    def __getitem__(self, index: int | slice) -> Any:
-        """One layer, or a list of layers or stand-ins."""
-        if not isinstance(index, slice):
-            return super().__getitem__(index)
-        layers = self._layers()[index]
-        return self._steps() if self.stack._inside and len(layers) == len(self) else layers
-
-
-@contextmanager
-def one_by_one(stack: Stack) -> Iterator[None]:
-    """Run layers by HF's own loop inside, each communicating by itself."""
-    before, stack.plain = stack.plain, True
-    try:
-        yield
-    finally:
-        stack.plain = before

@@ -1,0 +1,345 @@
+"""CUDA graphs of a stack: its forward and backward, recorded once per kind of input, then replayed without Python.
+
+A recording reads its input, and what the layers were called with, from tensors of its own, and adds to gradients that
+stay where they are. All recordings share one pool of memory: what one keeps between its forward and its backward is
+overwritten by the next, so while one forward waits for its backward, others are not replayed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..parallel.mesh import Traffic
+from ..schedule import Instruction, Ready
+from .block import Autocast
+from .executor import Run
+
+T = TypeVar("T")
+Contexts = Sequence[Mapping[str, Any]]
+Replay = Callable[[], None]
+
+WARM = 2
+"""Forwards of a kind that run without a recording: libraries set themselves up, and what comes once is not recorded."""
+
+KEPT = 8
+"""Recordings at most; the one that was not used for longest goes."""
+
+
+class Recorder(Protocol):
+    """Records what ``work`` launches, without running it; returns what it returned, and what runs it."""
+
+    def __call__(self, work: Callable[[], T]) -> tuple[T, Replay]:
+        """Record."""
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share a pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def __call__(self, work: Callable[[], T]) -> tuple[T, Replay]:
+        """Record; threads of data loaders and of NCCL may go on meanwhile."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+            result = work()
+        return result, graph.replay
+
+
+def cuda_recorder(device: torch.device) -> CudaRecorder | None:
+    """What records on a device, if it is a GPU."""
+    return CudaRecorder(device) if device.type == "cuda" else None
+
+
+class GradientBuffers:
+    """Where recordings add to gradients, whatever becomes of ``parameter.grad`` between steps."""
+
+    def __init__(self) -> None:
+        self._of: dict[nn.Parameter, Tensor] = {}
+
+    def attach(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Let gradients live in their buffers: with what they are now, or zero where there are none."""
+        fresh = []
+        for parameter in parameters:
+            grad, buffer = parameter.grad, self._of.get(parameter)
+            if buffer is None:
+                buffer = self._of[parameter] = torch.zeros_like(parameter) if grad is None else grad
+            elif grad is None:
+                fresh.append(buffer)
+            elif grad is not buffer:
+                buffer.copy_(grad)
+            parameter.grad = buffer
+        if fresh:
+            torch._foreach_zero_(fresh)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One direction of a recording: how to replay it, and what it then hands to collectives, by axis."""
+
+    replay: Replay
+    sent: Sequence[tuple[Traffic, Traffic]]
+
+    def run(self) -> None:
+        """Replay it."""
+        self.replay()
+        for axis, once in self.sent:
+            axis.add(once)
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A forward and its backward.
+
+    Attributes:
+        inputs: the tensors that it reads: the hidden one, then what the layers are called with.
+        output: of the forward.
+        grad: of the output.
+        input_grad: what the backward makes of it.
+        forward: the one.
+        backward: the other.
+    """
+
+    inputs: Sequence[Tensor]
+    output: Tensor
+    grad: Tensor
+    input_grad: Tensor
+    forward: Pass
+    backward: Pass
+
+
+class Replayed:
+    """One forward and its backward by a recording; stands in for a :class:`Run`.
+
+    Attributes:
+        waiting: the backward is still to come.
+    """
+
+    def __init__(self, recording: Recording, inputs: Sequence[Tensor], attach: Callable[[], None]) -> None:
+        self._recording, self._attach = recording, attach
+        self.waiting = True
+        for own, given in zip(recording.inputs, inputs, strict=True):
+            own.copy_(given)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Replay the forward half on ``hidden``, ``[B, S, H]``, which is among the inputs."""
+        self._recording.forward.run()
+        return self._recording.output.clone()
+
+    def backward(self, grad: Tensor, ops: Sequence[Instruction]) -> Tensor:
+        """Replay the backward half on the gradient of the output, ``[B, S, H]``; returns that of the input."""
+        self._attach()
+        self._recording.grad.copy_(grad)
+        self._recording.backward.run()
+        self.waiting = False
+        return self._recording.input_grad.clone()
+
+
+class Graphs:
+    """The recordings of a stack.
+
+    Args:
+        find: what records on a device; None where nothing does.
+        parameters: of the stack.
+        traffic: of the axes that it sends over.
+        agree: whether all ranks that share a batch say so.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[torch.device], Recorder | None],
+        parameters: Sequence[nn.Parameter],
+        traffic: Sequence[Traffic],
+        agree: Callable[[bool], bool],
+    ) -> None:
+        self._recorder = cache(find)
+        self._parameters, self._traffic, self._agree = parameters, traffic, agree
+        self._buffers = GradientBuffers()
+        self._seen: Counter[Hashable] = Counter()
+        self._recordings: OrderedDict[Hashable, Recording | None] = OrderedDict()
+        self._last: Callable[[], Replayed | None] = lambda: None
+
+    def on(self, device: torch.device) -> bool:
+        """Whether there can be recordings on ``device``."""
+        return self._recorder(device) is not None
+
+    def attach(self) -> None:
+        """Let gradients live where recordings add to them, if there are any."""
+        if self._recordings:
+            self._buffers.attach(p for p in self._parameters if p.requires_grad)
+
+    def run(
+        self,
+        hidden: Tensor,
+        contexts: Contexts,
+        ready: Ready,
+        make: Callable[[Contexts], Run],
+        say: Callable[[str], None],
+    ) -> Run | Replayed:
+        """What runs the forward of ``hidden``, ``[B, S, H]``, and its backward: a recording, or a new run.
+
+        Args:
+            hidden: the input.
+            contexts: what each layer is called with.
+            ready: the schedule.
+            make: makes a run on such contexts.
+            say: tells the user something, once.
+        """
+        inputs = _tensors([hidden, contexts])
+        key = (id(ready), _key([hidden, contexts], {}), self._addresses(), Autocast.of(hidden.device.type))
+        if key not in self._recordings:
+            self._seen[key] += 1
+            if self._seen[key] <= WARM:
+                return make(contexts)
+            self._keep(key, self._record(inputs, contexts, ready, make, say))
+        self._recordings.move_to_end(key)
+        recording, last = self._recordings[key], self._last()
+        if recording is None:
+            return make(contexts)
+        if last is not None and last.waiting:
+            say("a forward came before the backward of the one before: its kernels are launched one by one")
+            return make(contexts)
+        replayed = Replayed(recording, inputs, self.attach)
+        self._last = weakref.ref(replayed)
+        return replayed
+
+    def _keep(self, key: Hashable, recording: Recording | None) -> None:
+        self._recordings[key] = recording
+        if len(self._recordings) > KEPT:
+            old, _ = self._recordings.popitem(last=False)
+            del self._seen[old]
+
+    def _addresses(self) -> Hashable:
+        """Where the parameters are, and which of them train."""
+        return tuple((p.data_ptr(), p.requires_grad) for p in self._parameters)
+
+    def _record(
+        self,
+        inputs: Sequence[Tensor],
+        contexts: Contexts,
+        ready: Ready,
+        make: Callable[[Contexts], Run],
+        say: Callable[[str], None],
+    ) -> Recording | None:
+        """Record a forward and its backward; None where that fails on some rank. Nothing runs."""
+        before = [replace(each) for each in self._traffic]
+        grads = [p.grad for p in self._parameters]
+        recording = None
+        try:
+            recording = self._record_both(inputs, contexts, ready, make)
+        except Exception as error:  # whatever a layer does that cannot be recorded: it can still be run
+            say(f"no CUDA graph ({type(error).__name__}: {error}): kernels are launched one by one")
+        for parameter, grad in zip(self._parameters, grads, strict=True):
+            parameter.grad = grad
+        for each, was in zip(self._traffic, before, strict=True):
+            each.calls, each.bytes = was.calls, was.bytes
+        return recording if self._agree(recording is not None) else None
+
+    def _record_both(
+        self, inputs: Sequence[Tensor], contexts: Contexts, ready: Ready, make: Callable[[Contexts], Run]
+    ) -> Recording:
+        recorder = self._recorder(inputs[0].device)
+        assert recorder is not None, "asked before"
+        own = [tensor.detach().clone() for tensor in inputs]
+        replaced = {id(given): mine for given, mine in zip(inputs, own, strict=True)}
+        run = make(_map(contexts, lambda tensor: replaced[id(tensor)]))
+        self._buffers.attach(p for p in self._parameters if p.requires_grad)
+
+        def forward() -> Tensor:
+            # A cast that autocast has kept would be missing in the graph; one that the graph makes is no value yet.
+            torch.clear_autocast_cache()
+            output = run.forward(own[0])
+            torch.clear_autocast_cache()
+            return output
+
+        with torch.no_grad():
+            (output, replay), sent = self._counted(lambda: recorder(forward))
+            grad = torch.zeros_like(output)
+            (input_grad, replay_backward), returned = self._counted(
+                lambda: recorder(lambda: run.backward(grad, ready.schedule.backward))
+            )
+        return Recording(own, output, grad, input_grad, Pass(replay, sent), Pass(replay_backward, returned))
+
+    def _counted(self, work: Callable[[], T]) -> tuple[T, list[tuple[Traffic, Traffic]]]:
+        """What ``work`` returns, and what it hands to collectives, by axis."""
+        before = [replace(each) for each in self._traffic]
+        result = work()
+        return result, [(each, each.since(was)) for each, was in zip(self._traffic, before, strict=True)]
+
+
+def unrecordable(layers: Iterable[nn.Module], contexts: Contexts, device: torch.device) -> str | None:
+    """What keeps a call of ``layers`` from being recorded; None when nothing does."""
+    if torch.is_anomaly_enabled() or torch._C._len_torch_dispatch_stack():
+        return "somebody watches operators"
+    if any(_hooked(module) for layer in layers for module in layer.modules()):
+        return "hooks inside a layer"
+    for name, value in (item for context in contexts for item in context.items()):
+        for leaf in _leaves(value):
+            if torch.is_tensor(leaf):
+                if leaf.device != device or leaf.requires_grad:
+                    return f"{name}, a tensor on {leaf.device}{' that requires a gradient' * leaf.requires_grad}"
+            elif leaf is not None and not isinstance(leaf, bool | int | float | str):
+                return f"{name} of type {type(leaf).__name__}"
+    return None
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether something in Python is called when a module runs, or a gradient comes."""
+    hooks: tuple[Mapping[Any, Any], ...] = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    of_parameters = (
+        p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)
+        for p in module._parameters.values()
+        if p is not None
+    )
+    return any(hooks) or any(of_parameters)
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """What nested containers hold."""
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        yield value
+        return
+    for item in value:
+        yield from _leaves(item)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in nested containers, each once, in order."""
+    return list({id(leaf): leaf for leaf in _leaves(value) if torch.is_tensor(leaf)}.values())
+
+
+def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Nested containers with every tensor changed."""
+    if torch.is_tensor(value):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: _map(item, change) for name, item in value.items()}
+    return type(value)(_map(item, change) for item in value) if isinstance(value, tuple | list) else value
+
+
+def _key(value: Any, numbers: dict[int, int]) -> Hashable:
+    """What distinguishes inputs: of tensors, the form, and which of them are the same one."""
+    if torch.is_tensor(value):
+        number = numbers.setdefault(id(value), len(numbers))
+        return number, value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, Mapping):
+        return tuple((name, _key(item, numbers)) for name, item in value.items())
+    if isinstance(value, tuple | list):
+        return tuple(_key(item, numbers) for item in value)
+    return type(value), value

@@ -1,0 +1,94 @@
+"""CUDA graphs on CPUs, as far as their contract goes: what is recorded is done again, on the very same tensors.
+
+Recording runs, but leaves no trace: tensors that existed before are put back. Replaying reads and writes the memory
+that was recorded, and runs no Python of the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+T = TypeVar("T")
+
+
+class Recorded(TorchDispatchMode):
+    """Notes every operator that runs inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ran: list[tuple[Any, Any, Any, Any]] = []
+        self._made: dict[int, Tensor] = {}  # held, so that no other storage gets its identity
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _tensors((args, kwargs)):
+            if _storage(tensor) not in self._made:
+                self._before.setdefault(_storage(tensor), (tensor, _whole(tensor).clone()))
+        result = func(*args, **kwargs)
+        given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+        self._made.update({_storage(t): t for t in _tensors(result) if _storage(t) not in given | set(self._before)})
+        self._ran.append((func, args, kwargs, result))
+        return result
+
+    def undo(self) -> None:
+        """Put back what was there before."""
+        for tensor, was in self._before.values():
+            _whole(tensor).copy_(was)
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        """Do it all again."""
+        for func, args, kwargs, before in self._ran:
+            result = func(*args, **kwargs)
+            if "c10d" in str(func):
+                dist.Work.unbox(result[-1]).wait()
+            given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+            for old, new in zip(_tensors(before), _tensors(result), strict=True):
+                if _storage(new) not in given:
+                    old.copy_(new)
+
+
+class Recorder:
+    """What ``oases_hf.runtime.graphs`` asks of a recorder; counts what it did.
+
+    Attributes:
+        recordings: that were made.
+        replays: of all of them.
+    """
+
+    def __init__(self) -> None:
+        self.recordings = self.replays = 0
+
+    def __call__(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        with Recorded() as recorded:
+            result = work()
+        recorded.undo()
+        self.recordings += 1
+
+        def replay() -> None:
+            self.replays += 1
+            recorded.replay()
+
+        return result, replay
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if torch.is_tensor(leaf)]
+
+
+def _storage(tensor: Tensor) -> int:
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """All of a tensor's storage, whatever part the tensor is."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.detach().untyped_storage())

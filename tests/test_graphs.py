@@ -1,0 +1,245 @@
+"""Recorded passes compute what passes of single kernels do, whatever a training loop does around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from oases_hf import convert as converting
+from oases_hf.models.converted import Converted
+from oases_hf.plan import SCHEDULE_NAMES, ScheduleName
+from oases_hf.runtime.graphs import KEPT, WARM
+
+from .parallel import full_gradients, parallel
+from .parity import assert_gradients, float64_math
+from .ranks import Worlds
+from .reference import gradients
+from .replaying import Recorder
+from .tiny import batch, tiny_llama
+
+ROWS, SEQ = 4, 6
+
+
+def recorded(tmp_size: int, schedule: ScheduleName = "oases", **options: Any) -> tuple[Any, Converted, Recorder]:
+    """A converted model whose passes are recorded."""
+    recorder = Recorder()
+    with mock.patch.object(converting, "cuda_recorder", return_value=recorder):
+        model: Any = tiny_llama(layers=2).train()
+        return model, parallel(model, tmp_size, schedule, **options), recorder
+
+
+def expected(*seeds: int, seq: int = SEQ) -> dict[str, torch.Tensor]:
+    """The gradients of one process, summed over batches."""
+    model: Any = tiny_llama(layers=2).train()
+    with float64_math():
+        for seed in seeds:
+            model(**batch(ROWS, seq, padded=True, seed=seed)).loss.backward()
+    return gradients(model)
+
+
+def backward(model: Any, seed: int, seq: int = SEQ) -> None:
+    with float64_math():
+        model(**batch(ROWS, seq, padded=True, seed=seed)).loss.backward()
+
+
+def step(model: Any, state: Converted, *seeds: int, set_to_none: bool = True, seq: int = SEQ) -> None:
+    """Gradients of batches, made whole."""
+    model.zero_grad(set_to_none)
+    for seed in seeds:
+        state.gradients.reopen()
+        backward(model, seed, seq)
+    with float64_math():
+        state.gradients.finish()
+
+
+def warmed(tmp_size: int, schedule: ScheduleName = "oases", **options: Any) -> tuple[Any, Converted, Recorder]:
+    """The same, with a recording."""
+    model, state, recorder = recorded(tmp_size, schedule, **options)
+    for seed in range(WARM + 1):
+        step(model, state, seed)
+    assert (recorder.recordings, recorder.replays) == (2, 2)
+    return model, state, recorder
+
+
+def steps_as_in_one_process(schedule: ScheduleName, sub_batches: int, defer: bool, mixed: bool) -> None:
+    degrees = [1, 2, 2, 1] if mixed else None
+    options = {"sub_batches": sub_batches, "defer_weight_grads": defer, "degrees": degrees}
+    model, state, recorder = warmed(2, schedule, **options)
+    for seeds, set_to_none in (((3,), True), ((4, 5), False), ((6, 7, 8), True)):
+        step(model, state, *seeds, set_to_none=set_to_none)
+        assert_gradients(full_gradients(model), expected(*seeds))
+    assert (recorder.recordings, recorder.replays) == (2, 2 * (1 + 1 + 2 + 3))
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize("defer", [False, True])
+@pytest.mark.parametrize("sub_batches", [1, 2])
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+def test_gradients(ranks: Worlds, schedule: ScheduleName, sub_batches: int, defer: bool, mixed: bool) -> None:
+    """Zeroed or set to None between steps, one micro-batch or several."""
+    ranks(2).run(steps_as_in_one_process, schedule, sub_batches, defer, mixed)
+
+
+def counted() -> list[tuple[int, int]]:
+    model, state, _ = recorded(2)
+    traffic, counts = state.mesh.tmp.traffic, []
+    for seed in range(WARM + 3):
+        traffic.calls = traffic.bytes = 0
+        step(model, state, seed)
+        counts.append((traffic.calls, traffic.bytes))
+    return counts
+
+
+def test_collectives_are_counted_alike(ranks: Worlds) -> None:
+    for counts in ranks(2).run(counted):
+        assert len(set(counts)) == 1
+
+
+def two_forwards_before_a_backward() -> int:
+    model, state, recorder = warmed(2)
+    model.zero_grad()
+    with float64_math():
+        losses = [model(**batch(ROWS, SEQ, padded=True, seed=seed)).loss for seed in (3, 4)]
+        for loss in losses:
+            loss.backward()
+        state.gradients.finish()
+    assert_gradients(full_gradients(model), expected(3, 4))
+    return recorder.replays
+
+
+def forward_without_backward() -> int:
+    model, state, recorder = warmed(2)
+    with float64_math():
+        model(**batch(ROWS, SEQ, padded=True, seed=9))
+        loss = model(**batch(ROWS, SEQ, padded=True, seed=8)).loss
+    del loss
+    step(model, state, 3)
+    assert_gradients(full_gradients(model), expected(3))
+    return recorder.replays
+
+
+def evaluation_between() -> int:
+    model, state, recorder = warmed(2)
+    model.zero_grad()
+    with float64_math():
+        loss = model(**batch(ROWS, SEQ, padded=True, seed=3)).loss
+        with torch.no_grad():
+            model.eval()(**batch(ROWS, SEQ, padded=True, seed=7))
+        model.train()
+        loss.backward()
+        state.gradients.finish()
+    assert_gradients(full_gradients(model), expected(3))
+    return recorder.replays
+
+
+@pytest.mark.parametrize(
+    ("odd", "replays"), [(two_forwards_before_a_backward, 4), (forward_without_backward, 6), (evaluation_between, 4)]
+)
+def test_odd_orders(ranks: Worlds, odd: Callable[[], int], replays: int) -> None:
+    """What one recording keeps for its backward is not overwritten by another forward."""
+    assert ranks(2).run(odd) == [replays] * 2
+
+
+def a_loss_of_ones_own() -> None:
+    """A gradient that is there before the backward, in a tensor that is not the recordings'."""
+    model, state, _ = warmed(2)
+    model.zero_grad()
+    norm = model.model.layers[0].input_layernorm.weight
+    norm.grad = torch.full_like(norm, 0.5)
+    backward(model, 3)
+    with float64_math():
+        state.gradients.finish()
+    wanted = expected(3)
+    wanted["model.layers.0.input_layernorm.weight"] += 0.5 * 2  # both ranks' shares
+    assert_gradients(full_gradients(model), wanted)
+
+
+def loaded_weights() -> None:
+    """Weights that are overwritten in place, and parameters that are others."""
+    model, state, recorder = warmed(2)
+    other: Any = tiny_llama(layers=2).train()
+    for weight in (p for m in (model, other) for name, p in m.named_parameters() if "norm" in name):
+        weight.data.mul_(1.5)
+    for replays in (4, 4):
+        step(model, state, 3)
+        with float64_math():
+            other.zero_grad()
+            other(**batch(ROWS, SEQ, padded=True, seed=3)).loss.backward()
+        assert_gradients(full_gradients(model), gradients(other))
+        assert recorder.replays == replays
+        for parameter in model.parameters():  # elsewhere in memory: the recording does not count any more
+            parameter.data = parameter.data.clone()
+
+
+def frozen_later() -> None:
+    model, state, recorder = warmed(2)
+    model.model.layers[1].mlp.requires_grad_(False)
+    for seed in range(WARM + 1):
+        step(model, state, seed)
+        assert {name for name, p in model.named_parameters() if p.grad is None} == {
+            name for name, _ in model.named_parameters() if "layers.1.mlp" in name
+        }
+    assert recorder.recordings == 4
+
+
+@pytest.mark.parametrize("change", [a_loss_of_ones_own, loaded_weights, frozen_later])
+def test_changes_between_steps(ranks: Worlds, change: Callable[[], None]) -> None:
+    ranks(2).run(change)
+
+
+def many_lengths() -> tuple[int, int]:
+    model, state, recorder = recorded(2)
+    graphs = state.stack.graphs
+    assert graphs is not None
+    for seq in range(4, 4 + KEPT + 3):
+        for seed in range(WARM + 1):
+            step(model, state, seed, seq=seq)
+        assert_gradients(full_gradients(model), expected(WARM, seq=seq))
+    return recorder.recordings, len(graphs._recordings)
+
+
+def test_recordings_are_bounded(ranks: Worlds) -> None:
+    assert ranks(2).run(many_lengths) == [(2 * (KEPT + 3), KEPT)] * 2
+
+
+def not_recorded(spoil: str) -> tuple[int, list[str]]:
+    model, state, recorder = recorded(2)
+    if spoil == "hook":
+        model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *_: None)
+    elif spoil == "gradient hook":
+        model.model.layers[0].mlp.gate_proj.weight.register_post_accumulate_grad_hook(lambda _: None)
+    else:
+        # On one rank alone: the other must not go on by itself. Behind both passes, which here communicate.
+        graphs = state.stack.graphs
+        assert graphs is not None
+        own = graphs._record_both
+
+        def failing(*args: Any) -> Any:
+            own(*args)
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+        if state.mesh.world.rank == 0:
+            graphs._record_both = failing  # type: ignore[method-assign, assignment]
+    for seed in range(WARM + 2):
+        step(model, state, seed)
+        assert_gradients(full_gradients(model), expected(seed))
+    return recorder.replays, sorted(state.stack._said)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        ("hook", "hooks inside a layer: kernels are launched one by one, not as a CUDA graph"),
+        ("gradient hook", "hooks inside a layer: kernels are launched one by one, not as a CUDA graph"),
+        ("failure", "no CUDA graph (RuntimeError: operation not permitted when stream is capturing): kernels are "),
+    ],
+)
+def test_what_cannot_be_recorded_runs_kernel_by_kernel(ranks: Worlds, spoil: str, said: str) -> None:
+    (replays, first), (others, _) = ranks(2).run(not_recorded, spoil)
+    assert replays == others == 0
+    assert len(first) == 1
+    assert first[0].startswith(said)
