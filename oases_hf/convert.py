@@ -6,13 +6,13 @@ parameters. Parameters are replaced, not resized: autograd may still hold on to 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -188,14 +188,7 @@ def _install_stack(
 
 def _graphs(stack: Stack) -> Graphs:
     """What records the passes of ``stack``."""
-    traffic = {id(axis): axis.traffic for axis in (*(link.axis for link in stack.links), *stack.rows.between.values())}
-    parameters = dict.fromkeys(parameter for of_block in stack.block_parameters for parameter in of_block)
-    control = stack.mesh.tmp_control
-
-    def agree(recorded: bool) -> bool:
-        return bool(control.all_reduce(torch.tensor([recorded], dtype=torch.uint8), dist.ReduceOp.MIN))
-
-    return Graphs(cuda_recorder, list(parameters), list(traffic.values()), agree)
+    return Graphs(cuda_recorder, list(dict.fromkeys(itertools.chain.from_iterable(stack.block_parameters))))
 
 
 def _layer_block(block: Block) -> LayerBlock:

@@ -1,16 +1,16 @@
 """CUDA graphs on CPUs, as far as their contract goes: what is recorded is done again, on the very same tensors.
 
 Recording runs, but leaves no trace: tensors that existed before are put back. Replaying reads and writes the memory
-that was recorded, and runs no Python of the library.
+that was recorded, and runs no Python of the library but for what was said to be outside.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -23,19 +23,20 @@ class Recorded(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._ran: list[tuple[Any, Any, Any, Any]] = []
+        self.steps: list[Callable[[], None]] = []
         self._made: dict[int, Tensor] = {}  # held, so that no other storage gets its identity
         self._before: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        assert func.namespace != "c10d", "collectives are no part of a graph"
         for tensor in _tensors((args, kwargs)):
             if _storage(tensor) not in self._made:
                 self._before.setdefault(_storage(tensor), (tensor, _whole(tensor).clone()))
         result = func(*args, **kwargs)
         given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
         self._made.update({_storage(t): t for t in _tensors(result) if _storage(t) not in given | set(self._before)})
-        self._ran.append((func, args, kwargs, result))
+        self.steps.append(partial(_again, func, args, kwargs, result))
         return result
 
     def undo(self) -> None:
@@ -43,17 +44,15 @@ class Recorded(TorchDispatchMode):
         for tensor, was in self._before.values():
             _whole(tensor).copy_(was)
 
-    @torch.no_grad()
-    def replay(self) -> None:
-        """Do it all again."""
-        for func, args, kwargs, before in self._ran:
-            result = func(*args, **kwargs)
-            if "c10d" in str(func):
-                dist.Work.unbox(result[-1]).wait()
-            given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
-            for old, new in zip(_tensors(before), _tensors(result), strict=True):
-                if _storage(new) not in given:
-                    old.copy_(new)
+
+@torch.no_grad()
+def _again(func: Any, args: Any, kwargs: Any, before: Any) -> None:
+    """Run an operator once more; what it returned ``before`` is what it returns now."""
+    result = func(*args, **kwargs)
+    given = {_storage(tensor) for tensor in _tensors((args, kwargs))}
+    for old, new in zip(_tensors(before), _tensors(result), strict=True):
+        if _storage(new) not in given:
+            old.copy_(new)
 
 
 class Recorder:
@@ -66,18 +65,21 @@ class Recorder:
 
     def __init__(self) -> None:
         self.recordings = self.replays = 0
+        self._recorded = Recorded()
 
-    def __call__(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        with Recorded() as recorded:
+    def __call__(self, work: Callable[[], T]) -> tuple[T, list[Callable[[], None]]]:
+        self._recorded = recorded = Recorded()
+        with recorded:
             result = work()
         recorded.undo()
         self.recordings += 1
+        return result, [self._count, *recorded.steps]
 
-        def replay() -> None:
-            self.replays += 1
-            recorded.replay()
+    def outside(self, action: Callable[..., None], *tensors: Tensor) -> None:
+        self._recorded.steps.append(partial(action, *tensors))
 
-        return result, replay
+    def _count(self) -> None:
+        self.replays += 1
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -58,16 +58,8 @@ class Traffic:
 
     def count(self, tensor: Tensor) -> None:
         """Add one collective over ``tensor``."""
-        self.add(Traffic(1, tensor.numel() * tensor.element_size()))
-
-    def add(self, other: Traffic) -> None:
-        """Add what was counted elsewhere."""
-        self.calls += other.calls
-        self.bytes += other.bytes
-
-    def since(self, before: Traffic) -> Traffic:
-        """What was added since this was ``before``."""
-        return Traffic(self.calls - before.calls, self.bytes - before.bytes)
+        self.calls += 1
+        self.bytes += tensor.numel() * tensor.element_size()
 
 
 @dataclass
@@ -131,14 +123,18 @@ class Axis:
         dist.all_gather(parts, tensor.contiguous(), group=self.group)
         return parts
 
-    def start_gather_rows(self, part: Tensor) -> tuple[Tensor, Pending]:
-        """Start to gather ``[n, …]`` of every rank to ``[size × n, …]``; the result is there when it is awaited."""
+    def whole_rows(self, part: Tensor) -> Tensor:
+        """Room for the ``[n, …]`` of every rank: ``[size × n, …]``."""
+        return part.new_empty(self.size * part.shape[0], *part.shape[1:])
+
+    def start_gather_rows(self, part: Tensor, whole: Tensor) -> Pending:
+        """Start to gather ``[n, …]`` of every rank into ``[size × n, …]``, which is there when it is awaited."""
         if self.group is None:
-            return part, DONE
+            whole.copy_(part)
+            return DONE
         self.traffic.count(part)
-        whole = part.new_empty(self.size * part.shape[0], *part.shape[1:])
-        work: Pending = _gather(whole, part.contiguous(), group=self.group, async_op=True)
-        return whole, work
+        work: Pending = _gather(whole, part, group=self.group, async_op=True)
+        return work
 
     def start_exchange(self, sent: Tensor, sends: Sequence[int], receives: Sequence[int]) -> tuple[Tensor, Pending]:
         """Start to send parts of ``sent``, ``[n]``, to the ranks of the axis, and to receive theirs, ``[m]``.

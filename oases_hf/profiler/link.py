@@ -51,7 +51,7 @@ class LinkProfile:
 
     def all_gather(self, axis: Axis) -> Curve:
         """The gathering of rows over ``axis``, by the bytes of the gathered tensor."""
-        return self._curve(lambda part: axis.start_gather_rows(part)[1], axis.size)
+        return self._curve(lambda part: axis.start_gather_rows(part, axis.whole_rows(part)), axis.size)
 
     def exchange(self, axis: Axis) -> Curve:
         """An exchange over ``axis``, all ranks owning equally much, by the bytes of what all of them hold."""

@@ -6,8 +6,9 @@ keeps facts under. Shapes: B batch, S sequence, H hidden; b is the part of B tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, assert_never
 
 import torch
@@ -42,6 +43,15 @@ from .watch import Watch, unwatched
 Key = tuple[int, int]
 
 
+Outside = Callable[..., None]
+"""Called with an action and its tensors."""
+
+
+def at_once(action: Callable[..., None], *tensors: Tensor) -> None:
+    """Do it."""
+    action(*tensors)
+
+
 class Run:
     """The tensors of one forward and its backward.
 
@@ -52,6 +62,10 @@ class Run:
         gradients: who completes gradients across replicas.
         seeds: of dropout, if any.
         watch: makes a context for each instruction.
+        outside: handed everything that is not computation on the current stream, to do it at this point of the order.
+
+    Attributes:
+        reducing: instructions that reduce gradients do so.
     """
 
     def __init__(
@@ -62,6 +76,7 @@ class Run:
         gradients: GradientSync,
         seeds: DropoutSeeds | None = None,
         watch: Watch = unwatched,
+        outside: Outside = at_once,
     ) -> None:
         self._blocks = blocks
         self._ready = ready
@@ -69,6 +84,8 @@ class Run:
         self._gradients = gradients
         self._seeds = seeds
         self._watch = watch
+        self._outside = outside
+        self.reducing = True
         self._number = seeds.next_forward() if seeds else 0
         self._sub_batches = ready.schedule.sub_batches
         self._autocast = Autocast("cpu", False, torch.bfloat16, True)
@@ -80,7 +97,8 @@ class Run:
         self._graphs: dict[Key, Graph] = {}
         self._put_off: dict[Key, PutOff] = {}
         self._grads: dict[int, Tensor] = {}
-        self._flying: dict[Collective, tuple[Tensor, Pending]] = {}
+        self._flying: dict[Collective, tuple[Tensor, ...]] = {}
+        self._pending: dict[Collective, Pending] = {}
         self._arrived: dict[Collective, Tensor] = {}
 
     @property
@@ -140,7 +158,7 @@ class Run:
                 while put_off:  # emptied: what is put off refers to the graph, and the graph to the list
                     put_off.pop(0)()
             case ReduceGrads(block):
-                self._gradients.start(self._blocks[block].parameters)
+                self._outside(partial(self._reduce, block))
             case _:
                 assert_never(op)
 
@@ -231,18 +249,33 @@ class Run:
             yield
 
     def _start(self, collective: Collective) -> None:
+        flying: tuple[Tensor, ...]
+        start: Callable[..., Pending]
         if collective.moves_rows:
             stream, key = self._stream(collective)
-            self._flying[collective] = self._rows.between[collective.block].start_gather_rows(stream[key])
-            return
-        share = self._partials.pop(collective).contiguous()
-        if (collective.block, collective.sub_batch) in self._graphs:
-            share = share.clone()  # backward may still need what the graph computed
-        self._flying[collective] = share, self._blocks[collective.block].link.axis.start_all_reduce(share)
+            axis, part = self._rows.between[collective.block], stream[key].contiguous()
+            flying, start = (part, axis.whole_rows(part)), axis.start_gather_rows
+        else:
+            share = self._partials.pop(collective).contiguous()
+            if (collective.block, collective.sub_batch) in self._graphs:
+                share = share.clone()  # backward may still need what the graph computed
+            flying, start = (share,), self._blocks[collective.block].link.axis.start_all_reduce
+        self._flying[collective] = flying  # what is sent stays as it is until it has arrived
+        self._outside(partial(self._launch, collective, start), *flying)
+
+    def _launch(self, collective: Collective, start: Callable[..., Pending], *tensors: Tensor) -> None:
+        self._pending[collective] = start(*tensors)
+
+    def _await(self, collective: Collective) -> None:
+        self._pending.pop(collective).wait()
+
+    def _reduce(self, block: int) -> None:
+        if self.reducing:
+            self._gradients.start(self._blocks[block].parameters)
 
     def _sync(self, collective: Collective) -> None:
-        tensor, work = self._flying.pop(collective)
-        work.wait()
+        self._outside(partial(self._await, collective))
+        *_, tensor = self._flying.pop(collective)
         if collective.moves_rows:
             stream, key = self._stream(collective)
             stream[key] = tensor

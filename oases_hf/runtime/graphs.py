@@ -1,30 +1,32 @@
-"""CUDA graphs of a stack: its forward and backward, recorded once per kind of input, then replayed without Python.
+"""CUDA graphs of a stack: its forward and backward, recorded once per kind of input, then replayed.
 
-A recording reads its input, and what the layers were called with, from tensors of its own, and adds to gradients that
-stay where they are. All recordings share one pool of memory: what one keeps between its forward and its backward is
-overwritten by the next, so while one forward waits for its backward, others are not replayed.
+What is computed between two collectives is a graph. Collectives, and sums of gradients, are no part of any: they are
+done anew each time, so ranks need not agree on who replays. A recording reads its input, and what the layers were
+called with, from tensors of its own, and adds to gradients that stay where they are. All recordings share one pool of
+memory: what one keeps between its forward and its backward is overwritten by the next, so while one forward waits for
+its backward, others are not replayed.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..parallel.mesh import Traffic
-from ..schedule import Instruction, Ready
+from ..schedule import Instruction, Ready, ReduceGrads
 from .block import Autocast
-from .executor import Run
+from .executor import Outside, Run, at_once
 
 T = TypeVar("T")
 Contexts = Sequence[Mapping[str, Any]]
-Replay = Callable[[], None]
+Steps = Sequence[Callable[[], None]]
 
 WARM = 2
 """Forwards of a kind that run without a recording: libraries set themselves up, and what comes once is not recorded."""
@@ -34,30 +36,77 @@ KEPT = 8
 
 
 class Recorder(Protocol):
-    """Records what ``work`` launches, without running it; returns what it returned, and what runs it."""
+    """Records computation without doing it."""
 
-    def __call__(self, work: Callable[[], T]) -> tuple[T, Replay]:
-        """Record."""
+    def __call__(self, work: Callable[[], T]) -> tuple[T, Steps]:
+        """What ``work`` returns, whose values are not there yet, and the steps that do it."""
+
+    def outside(self, action: Callable[..., None], *tensors: Tensor) -> None:
+        """Called by ``work``: make an action on tensors a step of its own."""
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share a pool of memory."""
+    """Records CUDA graphs that share a pool of memory.
+
+    Args:
+        device: a GPU.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        self._steps: list[Callable[[], None]] = []
+        self._graph = torch.cuda.CUDAGraph()
 
-    def __call__(self, work: Callable[[], T]) -> tuple[T, Replay]:
-        """Record; threads of data loaders and of NCCL may go on meanwhile."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-            result = work()
-        return result, graph.replay
+    def __call__(self, work: Callable[[], T]) -> tuple[T, Steps]:
+        """Record ``work``; threads of data loaders and of NCCL may go on meanwhile."""
+        torch.cuda.synchronize()
+        self._steps = []
+        with torch.cuda.stream(self._stream):
+            self._begin()
+            try:
+                result = work()
+            finally:
+                self._end()
+        return result, self._steps
+
+    def outside(self, action: Callable[..., None], *tensors: Tensor) -> None:
+        """End a graph, and begin the next behind the action; the step does not keep the memory of the tensors."""
+        self._end()
+        self._steps.append(partial(action, *map(_unowned, tensors)))
+        self._begin()
+
+    def _begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(self._pool, capture_error_mode="thread_local")
+
+    def _end(self) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            self._graph.capture_end()
+        self._steps.append(self._graph.replay)
 
 
 def cuda_recorder(device: torch.device) -> CudaRecorder | None:
     """What records on a device, if it is a GPU."""
     return CudaRecorder(device) if device.type == "cuda" else None
+
+
+class _Address:
+    """Memory of a GPU, in the form in which libraries hand it to each other."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (tensor.nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def _unowned(tensor: Tensor) -> Tensor:
+    """A contiguous tensor at the same place, whose memory may be used again when nobody else holds it."""
+    return torch.as_tensor(_Address(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)
 
 
 class GradientBuffers:
@@ -83,20 +132,6 @@ class GradientBuffers:
 
 
 @dataclass(frozen=True)
-class Pass:
-    """One direction of a recording: how to replay it, and what it then hands to collectives, by axis."""
-
-    replay: Replay
-    sent: Sequence[tuple[Traffic, Traffic]]
-
-    def run(self) -> None:
-        """Replay it."""
-        self.replay()
-        for axis, once in self.sent:
-            axis.add(once)
-
-
-@dataclass(frozen=True)
 class Recording:
     """A forward and its backward.
 
@@ -105,16 +140,18 @@ class Recording:
         output: of the forward.
         grad: of the output.
         input_grad: what the backward makes of it.
-        forward: the one.
-        backward: the other.
+        forward: the steps of the one.
+        backward: of the other.
+        run: whose actions are among the steps.
     """
 
     inputs: Sequence[Tensor]
     output: Tensor
     grad: Tensor
     input_grad: Tensor
-    forward: Pass
-    backward: Pass
+    forward: Steps
+    backward: Steps
+    run: Run
 
 
 class Replayed:
@@ -132,14 +169,20 @@ class Replayed:
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Replay the forward half on ``hidden``, ``[B, S, H]``, which is among the inputs."""
-        self._recording.forward.run()
+        for step in self._recording.forward:
+            step()
         return self._recording.output.clone()
 
     def backward(self, grad: Tensor, ops: Sequence[Instruction]) -> Tensor:
-        """Replay the backward half on the gradient of the output, ``[B, S, H]``; returns that of the input."""
+        """Replay the backward half on the gradient of the output, ``[B, S, H]``; returns that of the input.
+
+        Gradients of parameters are reduced where ``ops`` say so.
+        """
         self._attach()
         self._recording.grad.copy_(grad)
-        self._recording.backward.run()
+        self._recording.run.reducing = any(isinstance(op, ReduceGrads) for op in ops)
+        for step in self._recording.backward:
+            step()
         self.waiting = False
         return self._recording.input_grad.clone()
 
@@ -150,19 +193,11 @@ class Graphs:
     Args:
         find: what records on a device; None where nothing does.
         parameters: of the stack.
-        traffic: of the axes that it sends over.
-        agree: whether all ranks that share a batch say so.
     """
 
-    def __init__(
-        self,
-        find: Callable[[torch.device], Recorder | None],
-        parameters: Sequence[nn.Parameter],
-        traffic: Sequence[Traffic],
-        agree: Callable[[bool], bool],
-    ) -> None:
+    def __init__(self, find: Callable[[torch.device], Recorder | None], parameters: Sequence[nn.Parameter]) -> None:
         self._recorder = cache(find)
-        self._parameters, self._traffic, self._agree = parameters, traffic, agree
+        self._parameters = parameters
         self._buffers = GradientBuffers()
         self._seen: Counter[Hashable] = Counter()
         self._recordings: OrderedDict[Hashable, Recording | None] = OrderedDict()
@@ -182,7 +217,7 @@ class Graphs:
         hidden: Tensor,
         contexts: Contexts,
         ready: Ready,
-        make: Callable[[Contexts], Run],
+        make: Callable[[Contexts, Outside], Run],
         say: Callable[[str], None],
     ) -> Run | Replayed:
         """What runs the forward of ``hidden``, ``[B, S, H]``, and its backward: a recording, or a new run.
@@ -191,7 +226,7 @@ class Graphs:
             hidden: the input.
             contexts: what each layer is called with.
             ready: the schedule.
-            make: makes a run on such contexts.
+            make: makes a run on such contexts, and what it does beside computing.
             say: tells the user something, once.
         """
         inputs = _tensors([hidden, contexts])
@@ -199,15 +234,15 @@ class Graphs:
         if key not in self._recordings:
             self._seen[key] += 1
             if self._seen[key] <= WARM:
-                return make(contexts)
+                return make(contexts, at_once)
             self._keep(key, self._record(inputs, contexts, ready, make, say))
         self._recordings.move_to_end(key)
         recording, last = self._recordings[key], self._last()
         if recording is None:
-            return make(contexts)
+            return make(contexts, at_once)
         if last is not None and last.waiting:
             say("a forward came before the backward of the one before: its kernels are launched one by one")
-            return make(contexts)
+            return make(contexts, at_once)
         replayed = Replayed(recording, inputs, self.attach)
         self._last = weakref.ref(replayed)
         return replayed
@@ -227,31 +262,28 @@ class Graphs:
         inputs: Sequence[Tensor],
         contexts: Contexts,
         ready: Ready,
-        make: Callable[[Contexts], Run],
+        make: Callable[[Contexts, Outside], Run],
         say: Callable[[str], None],
     ) -> Recording | None:
-        """Record a forward and its backward; None where that fails on some rank. Nothing runs."""
-        before = [replace(each) for each in self._traffic]
+        """Record a forward and its backward, before either runs; None where that fails."""
         grads = [p.grad for p in self._parameters]
-        recording = None
         try:
-            recording = self._record_both(inputs, contexts, ready, make)
+            return self._record_both(inputs, contexts, ready, make)
         except Exception as error:  # whatever a layer does that cannot be recorded: it can still be run
             say(f"no CUDA graph ({type(error).__name__}: {error}): kernels are launched one by one")
-        for parameter, grad in zip(self._parameters, grads, strict=True):
-            parameter.grad = grad
-        for each, was in zip(self._traffic, before, strict=True):
-            each.calls, each.bytes = was.calls, was.bytes
-        return recording if self._agree(recording is not None) else None
+            return None
+        finally:
+            for parameter, grad in zip(self._parameters, grads, strict=True):
+                parameter.grad = grad
 
     def _record_both(
-        self, inputs: Sequence[Tensor], contexts: Contexts, ready: Ready, make: Callable[[Contexts], Run]
+        self, inputs: Sequence[Tensor], contexts: Contexts, ready: Ready, make: Callable[[Contexts, Outside], Run]
     ) -> Recording:
         recorder = self._recorder(inputs[0].device)
         assert recorder is not None, "asked before"
         own = [tensor.detach().clone() for tensor in inputs]
         replaced = {id(given): mine for given, mine in zip(inputs, own, strict=True)}
-        run = make(_map(contexts, lambda tensor: replaced[id(tensor)]))
+        run = make(_map(contexts, lambda tensor: replaced[id(tensor)]), recorder.outside)
         self._buffers.attach(p for p in self._parameters if p.requires_grad)
 
         def forward() -> Tensor:
@@ -262,18 +294,10 @@ class Graphs:
             return output
 
         with torch.no_grad():
-            (output, replay), sent = self._counted(lambda: recorder(forward))
+            output, forward_steps = recorder(forward)
             grad = torch.zeros_like(output)
-            (input_grad, replay_backward), returned = self._counted(
-                lambda: recorder(lambda: run.backward(grad, ready.schedule.backward))
-            )
-        return Recording(own, output, grad, input_grad, Pass(replay, sent), Pass(replay_backward, returned))
-
-    def _counted(self, work: Callable[[], T]) -> tuple[T, list[tuple[Traffic, Traffic]]]:
-        """What ``work`` returns, and what it hands to collectives, by axis."""
-        before = [replace(each) for each in self._traffic]
-        result = work()
-        return result, [(each, each.since(was)) for each, was in zip(self._traffic, before, strict=True)]
+            input_grad, backward_steps = recorder(lambda: run.backward(grad, ready.early.backward))
+        return Recording(own, output, grad, input_grad, forward_steps, backward_steps, run)
 
 
 def unrecordable(layers: Iterable[nn.Module], contexts: Contexts, device: torch.device) -> str | None:

@@ -25,7 +25,7 @@ from ..parallel.mesh import Mesh
 from ..parallel.rng import DropoutSeeds, seed_of, seeded
 from ..schedule import Instruction, Ready, Step, plan_step
 from .block import Block, Rows
-from .executor import Run
+from .executor import Outside, Run, at_once
 from .graphs import Graphs, Replayed, unrecordable
 from .node import run_recorded
 from .splitting import Context, Share, parts_of, unsplittable
@@ -137,12 +137,14 @@ class Stack:
         ready = self._ready(hidden, self._split_count(hidden, contexts))
         make = partial(self._make, layers, ready, hidden.shape[0])
         if not ready.schedule.backward:
-            return make(contexts).forward(hidden)
+            return make(contexts, at_once).forward(hidden)
         run = self._passes(layers, hidden, contexts, ready, make)
         self._live.add(run)
         return run_recorded(hidden, run, partial(self._backward_ops, ready), trainable=True)
 
-    def _make(self, layers: Sequence[nn.Module], ready: Ready, batch: int, contexts: Sequence[Context]) -> Run:
+    def _make(
+        self, layers: Sequence[nn.Module], ready: Ready, batch: int, contexts: Sequence[Context], outside: Outside
+    ) -> Run:
         """A run of ``layers`` that are called with ``contexts``."""
         parts = [self._parts(context, batch, ready.schedule.sub_batches) for context in contexts]
         blocks = [
@@ -158,7 +160,9 @@ class Stack:
                 self._walk(layers), self.links, self.block_parameters, strict=True
             )
         ]
-        return Run(blocks, ready, self.rows, self.gradients, self.seeds if self.training else None, self.watch)
+        return Run(
+            blocks, ready, self._rows, self.gradients, self.seeds if self.training else None, self.watch, outside
+        )
 
     def _passes(
         self,
@@ -166,15 +170,15 @@ class Stack:
         hidden: Tensor,
         contexts: Sequence[Context],
         ready: Ready,
-        make: Callable[[Sequence[Context]], Run],
+        make: Callable[[Sequence[Context], Outside], Run],
     ) -> Run | Replayed:
         """A recording of such a forward and its backward where there can be one, or else a run."""
         if self.graphs is None or not self.graphs.on(hidden.device) or self.watch is not unwatched:
-            return make(contexts)
+            return make(contexts, at_once)
         why_not = self._unrecordable() or unrecordable(layers, contexts, hidden.device)
         if why_not is not None:
             self._say(f"{why_not}: kernels are launched one by one, not as a CUDA graph")
-            return make(contexts)
+            return make(contexts, at_once)
         return self.graphs.run(hidden, contexts, ready, make, self._say)
 
     def _unrecordable(self) -> str | None:
@@ -193,8 +197,7 @@ class Stack:
         return tuple(link.axis.size for link in self.links)
 
     @cached_property
-    def rows(self) -> Rows:
-        """How rows are spread over blocks of different degrees."""
+    def _rows(self) -> Rows:
         around = (self.mesh.tmp.size, *self._degrees, self.mesh.tmp.size)
         pairs = [(max(pair), min(pair)) for pair in itertools.pairwise(around)]
         between = {i: self.mesh.axis(*pair) for i, pair in enumerate(pairs) if pair[0] != pair[1]}
@@ -202,7 +205,7 @@ class Stack:
 
     def _parts(self, context: Context, batch: int, sub_batches: int) -> dict[int, list[dict[str, Any]]]:
         """A layer's arguments for each sub-batch, by the number of replicas that share its rows."""
-        shares = {link.replicas: Share(link.replica, link.replicas, self.rows.multiple) for link in self.links}
+        shares = {link.replicas: Share(link.replica, link.replicas, self._rows.multiple) for link in self.links}
         return {n: parts_of(context, self.per_sample, batch, sub_batches, share) for n, share in shares.items()}
 
     def _ready(self, hidden: Tensor, sub_batches: int) -> Ready:
@@ -232,7 +235,7 @@ class Stack:
     def _split_count(self, hidden: Tensor, contexts: Sequence[Mapping[str, Any]]) -> int:
         batch = hidden.shape[0]
         odd = unsplittable(contexts, self.per_sample)
-        if odd is not None and self.rows.multiple > 1:
+        if odd is not None and self._rows.multiple > 1:
             raise UnsupportedModelError(
                 f"{odd} cannot be split by rows, which replicas of blocks of a degree below tmp_size="
                 f"{self.mesh.tmp.size} do; choose degree {self.mesh.tmp.size}, or attention that takes a mask per row"
