@@ -13,6 +13,7 @@ import warnings
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Protocol, TypeVar
@@ -66,8 +67,11 @@ class CudaRecorder:
             self._begin()
             try:
                 result = work()
-            finally:
-                self._end()
+            except Exception:
+                with suppress(RuntimeError):  # that what is recorded is no graph any more says nothing of why
+                    self._graph.capture_end()
+                raise
+            self._end()
         return result, self._steps
 
     def outside(self, action: Callable[..., None], *tensors: Tensor) -> None:
