@@ -37,7 +37,7 @@ from ..schedule import (
 )
 from ..schedule.instructions import Reduced
 from .block import Autocast, Block, Graph, Inner, Rows
-from .watch import Watch, unwatched
+from .watch import Wait, Watch, just_wait, unwatched
 
 Key = tuple[int, int]
 
@@ -52,6 +52,7 @@ class Run:
         gradients: who completes gradients across replicas.
         seeds: of dropout, if any.
         watch: makes a context for each instruction.
+        wait: waits for a collective.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Run:
         gradients: GradientSync,
         seeds: DropoutSeeds | None = None,
         watch: Watch = unwatched,
+        wait: Wait = just_wait,
     ) -> None:
         self._blocks = blocks
         self._ready = ready
@@ -69,6 +71,7 @@ class Run:
         self._gradients = gradients
         self._seeds = seeds
         self._watch = watch
+        self._wait = wait
         self._number = seeds.next_forward() if seeds else 0
         self._sub_batches = ready.schedule.sub_batches
         self._autocast = Autocast("cpu", False, torch.bfloat16, True)
@@ -95,9 +98,8 @@ class Run:
         for k, part in enumerate(self._rows.split(hidden, self._sub_batches)):
             self._hidden[0, k] = part
         self._execute("forward", self._ready.schedule.forward)
-        last = len(self._blocks)
         # Popped, else the run would hold its output: a cycle with the autograd node.
-        return self._rows.join([self._hidden.pop((last, k)) for k in range(self._sub_batches)], hidden)
+        return self._rows.join([self._hidden.pop((len(self._blocks), k)) for k in range(self._sub_batches)], hidden)
 
     def backward(self, grad: Tensor, ops: Sequence[Instruction]) -> Tensor:
         """Run ``ops``, a backward half, on the gradient of the output, ``[B, S, H]``; returns that of the input."""
@@ -131,9 +133,7 @@ class Run:
                 stream[key] = self._rows.part(stream[key], collective.block)
             case Sync(collective):
                 self._sync(collective)
-            case Backward(block, k):
-                self._backward((block, k))
-            case BackwardInput(block, k):
+            case Backward(block, k) | BackwardInput(block, k):
                 self._backward((block, k))
             case BackwardWeight(block, k):
                 put_off = self._put_off.pop((block, k))
@@ -173,8 +173,7 @@ class Run:
     def _from_join(self, key: Key) -> bool:
         """Whether a block's input is a norm of what is kept for the block before, so need not be kept itself."""
         before = (key[0] - 1, key[1])
-        moves = key[0] in self._rows.between
-        return before in self._joins and self._blocks[before[0]].norm_of_sum and not moves
+        return before in self._joins and self._blocks[before[0]].norm_of_sum and key[0] not in self._rows.between
 
     def _compute(self, op: Forward | Recompute, tensor: Reduced, x: Tensor) -> None:
         """Run a block on ``x``, ``[b, S, H]``; in pieces, stop before its projections."""
@@ -242,7 +241,7 @@ class Run:
 
     def _sync(self, collective: Collective) -> None:
         tensor, work = self._flying.pop(collective)
-        work.wait()
+        self._wait(work)
         if collective.moves_rows:
             stream, key = self._stream(collective)
             stream[key] = tensor

@@ -30,7 +30,7 @@ from .block import Block, Rows
 from .executor import Run
 from .node import run_recorded
 from .splitting import Context, Share, parts_of, unsplittable
-from .watch import Watch, unwatched
+from .watch import Wait, Watch, just_wait, unwatched
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class Stack:
         seeds: of dropout; None when the model has none.
         training: the base model is in training mode, as of its last forward.
         watch: called with every instruction that runs.
+        wait: called with every collective of a block that is waited for.
     """
 
     path: str
@@ -94,6 +95,7 @@ class Stack:
     seeds: DropoutSeeds | None
     training: bool = True
     watch: Watch = unwatched
+    wait: Wait = just_wait
     plain: bool = False
     reduce_now: bool = False
     _inside: bool = False
@@ -186,7 +188,7 @@ class Stack:
         )
         ready = plan_step(step, first if recording else len(blocks))
         seeds = self.seeds if self.training else None
-        run = Run(blocks, ready, self._rows, self.gradients, seeds, self.watch)
+        run = Run(blocks, ready, self._rows, self.gradients, seeds, self.watch, self.wait)
         if not recording:
             return run.forward(hidden)
         self._live.add(run)
