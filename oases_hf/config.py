@@ -43,6 +43,7 @@ _READ: dict[str, Callable[[str], Any]] = {
     "trace_steps": _numbers,
     "async_save": _flag,
     "ignore_failed_saves": _flag,
+    "peak_tflops": float,
 }
 
 
@@ -80,6 +81,8 @@ class OasesConfig:
             its name at the end of a later step, so after callbacks' on_save, and the next one waits for it.
         ignore_failed_saves: with Trainer, train on when a checkpoint cannot be written, as on a full disk, instead of
             raising CheckpointError; the one before stays.
+        peak_tflops: of a GPU in what is computed in, for the share of it that training reaches (``mfu_percent`` in
+            logs). Default: of its data sheet, if it is known (``simulator/gpus.json``).
 
     Raises:
         ConfigError: a setting cannot be read, or settings contradict each other.
@@ -102,6 +105,7 @@ class OasesConfig:
     async_save: bool | None = None
     ignore_failed_saves: bool | None = None
     cuda_graphs: bool | None = None
+    peak_tflops: float | None = None
 
     def __post_init__(self) -> None:
         """Fill in from the environment, and check what can be checked without ranks and a model."""
@@ -120,6 +124,10 @@ class OasesConfig:
             value = getattr(self, name)
             if isinstance(value, int) and value < 1:
                 raise ConfigError(f"{name}={value}; choose 1 or more")
+        if self.peak_tflops is not None and not self.peak_tflops > 0:
+            raise ConfigError(
+                f"peak_tflops={self.peak_tflops:g}; give the peak of a GPU, in 1e12 operations per second"
+            )
         check_schedule_name(self.schedule or "oases")
         self._check_planned()
         if self.tmp_size and isinstance(self.degree, int) and self.tmp_size % self.degree:

@@ -31,8 +31,9 @@ from .parallel.mesh import Mesh
 from .parallel.rng import DropoutSeeds
 from .parallel.sharding import Layout
 from .plan import Plan
-from .runtime.graphs import Graphs, cuda_recorder
+from .runtime.graphs import Graphs
 from .runtime.loop import StackList, one_by_one
+from .runtime.recorder import cuda_recorder
 from .runtime.stack import LayerBlock, Stack
 
 

@@ -44,6 +44,7 @@ def save_pretrained(model: PreTrainedModel, folder: str | Path, max_shard_size: 
         CheckpointError: some rank could not write; all ranks raise.
     """
     state = converted(model)
+    state.pause()
     state.mesh.meet("save_pretrained (or Trainer.save_model)")
     failures: list[Exception] = []
     if state.mesh.data.rank == 0:

@@ -76,6 +76,7 @@ class Saving:
     ) -> None:
         self._folder, self._there, self._what = folder, unfinished(folder), f"{folder} could not be written"
         state = converted(model)
+        state.pause()
         self._mesh, world = state.mesh, state.mesh.world
         self._mesh.meet(f"saving {folder}")
         with self._together():

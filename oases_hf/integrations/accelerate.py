@@ -24,9 +24,11 @@ from ..convert import check_plain
 from ..errors import ConfigError, UnsupportedModelError
 from ..models import family_of
 from ..models.converted import Converted, loaded
+from ..models.metrics import Metrics
 from ..parallel.mesh import Mesh
 from .evaluation import gathering
 from .leaving import end_together
+from .measuring import measure
 from .optimizers import common_scaler, scheduling, watch_steps
 from .overrides import override
 from .planning import convert_as, device_of, mesh_of
@@ -73,7 +75,8 @@ class OasesPlugin(OasesConfig):
         cast(nn.Module, model).to(device_of(accelerator))  # sharded first: the whole model may not fit
         _neutralise(model)
         _tell_accelerate(accelerator, model, mesh)
-        _take_over(accelerator, model, state, self._tracer(state, accelerator))
+        metrics = measure(self, accelerator, model, state)
+        _take_over(accelerator, model, state, metrics, self._tracer(state, accelerator))
         if mesh.world.size > 1:
             watch_steps(state)
         if mesh.world.rank == 0:
@@ -185,7 +188,9 @@ def _is_news(record: logging.LogRecord) -> bool:
     return "not sharded by DTensor" not in record.getMessage()
 
 
-def _take_over(accelerator: Accelerator, model: PreTrainedModel, state: Converted, tracer: Tracer | None) -> None:
+def _take_over(
+    accelerator: Accelerator, model: PreTrainedModel, state: Converted, metrics: Metrics, tracer: Tracer | None
+) -> None:
     """Replace the methods of this Accelerator that would be wrong on shards."""
     if accelerator.scaler is not None and state.mesh.world.size > 1:
         accelerator.scaler = common_scaler(accelerator)
@@ -204,7 +209,7 @@ def _take_over(accelerator: Accelerator, model: PreTrainedModel, state: Converte
     object.__setattr__(accelerator, "oases", state)
     override(
         accelerator,
-        backward=_backward(accelerator, model, state, tracer),
+        backward=_backward(accelerator, model, state, metrics, tracer),
         clip_grad_norm_=_clip(accelerator, state),
         gather_for_metrics=gathering(accelerator, state),
         prepare_model=prepare_model,
@@ -216,7 +221,7 @@ def _take_over(accelerator: Accelerator, model: PreTrainedModel, state: Converte
 
 
 def _backward(
-    accelerator: Accelerator, model: PreTrainedModel, state: Converted, tracer: Tracer | None
+    accelerator: Accelerator, model: PreTrainedModel, state: Converted, metrics: Metrics, tracer: Tracer | None
 ) -> Callable[..., None]:
     own = accelerator.backward
     held, progress = 0, end_together()
@@ -240,6 +245,7 @@ def _backward(
         if stepping:
             gradients.finish()
             progress.completed = True
+            metrics.meter.complete()
             if tracer is not None:
                 tracer.complete()
         elif gradients.eager:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from ..errors import ConfigError
-from ..profiler.stopwatch import Clock
-from ..runtime.watch import Watch, unwatched
+from ..runtime.watch import Clock, Watch, unwatched
 from ..schedule import Instruction, ReduceGrads, Slice, StartAsync, Sync
 from ..simulator import Span
 from ..simulator.trace import write_trace

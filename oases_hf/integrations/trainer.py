@@ -24,6 +24,7 @@ from ..models.vocabulary import ignores_num_items
 from ..parallel.equal import make_batch_equal
 from .accelerate import OasesPlugin
 from .evaluation import own_losses
+from .measuring import measure_trainer
 from .overrides import override
 from .resuming import TrainerCheckpoints
 from .stopping import StopOnSignal
@@ -139,6 +140,8 @@ def _take_over(trainer: Trainer, model: PreTrainedModel, state: Converted, confi
         prediction_step=own_losses(trainer, state),
         _track_num_input_tokens=_counting_once(trainer, state.mesh.tmp.size),
     )
+    assert state.metrics is not None, "an Accelerator trains the model"
+    measure_trainer(trainer, state.metrics)
     export, processor = functools.partial(_save_model, trainer, model), functools.partial(_save_processor, trainer)
     stopping = StopOnSignal(state.mesh.control)
     TrainerCheckpoints(trainer, model, state, export, processor, stopping, config)

@@ -16,6 +16,7 @@ from ..parallel.sharding import Layout
 from ..plan import Plan
 from ..runtime.stack import Stack
 from .family import Family
+from .metrics import Metrics
 from .vocabulary import Vocabulary
 
 
@@ -35,6 +36,7 @@ class Converted:
         use_cache: what the config said before, to be written with an export.
         layouts: how each parameter, by its name in ``state_dict``, is spread over the TMP world.
         loaded_with: the settings of ``load_pretrained``, until an Accelerator trains the model.
+        metrics: what is measured, once an Accelerator trains the model.
     """
 
     mesh: Mesh
@@ -48,12 +50,18 @@ class Converted:
     vocabulary: Vocabulary
     dropout: Dropout
     loaded_with: OasesConfig | None = None
+    metrics: Metrics | None = None
 
     @property
     def sharded_fraction(self) -> float:
         """The share of the model's parameters, by number, that ranks split among them."""
         sizes = [(layout.numel, len(set(layout.slices)) > 1) for layout in self.gradients.layouts.values()]
         return sum(n for n, sharded in sizes if sharded) / max(1, sum(n for n, _ in sizes))
+
+    def pause(self) -> None:
+        """Let the time from here to the next forward in training not count in metrics."""
+        if self.metrics is not None:
+            self.metrics.meter.stop()
 
 
 def loaded(model: nn.Module) -> Converted | None:

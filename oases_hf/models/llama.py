@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 from ..errors import ConfigError
 from ..parallel.sharding import bounds, head_share
 from .family import Block, Column, Family, Join, Part, Row, Units
+from .reading import head_width
 
 
 def _attention(layer: Any, hidden: Tensor, **context: Any) -> Tensor:
@@ -35,7 +36,7 @@ def _phi_mlp(layer: Any, hidden: Tensor, **context: Any) -> Tensor:
 
 def _units(config: PretrainedConfig, degree: int, rank: int) -> Units:
     share = head_share(config.num_attention_heads, config.num_key_value_heads, degree, rank)
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = head_width(config)
     ffn = config.intermediate_size
     if degree > ffn:
         raise ConfigError(f"{ffn} MLP features cannot be split over {degree} ranks; choose a degree up to {ffn}")

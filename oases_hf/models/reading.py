@@ -67,6 +67,12 @@ def keep_layers(config: PretrainedConfig, layers: int) -> None:
         config.layer_types = config.layer_types[:layers]
 
 
+def head_width(config: PretrainedConfig) -> int:
+    """The features of one attention head."""
+    width: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return width
+
+
 def first_line(error: BaseException) -> str:
     """The first line of what ``error`` says."""
     text = f"no {error} in it" if isinstance(error, KeyError) else str(error)

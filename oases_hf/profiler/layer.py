@@ -18,10 +18,10 @@ from ..costs import Slowdown, Timing
 from ..models.converted import Converted
 from ..parallel.mesh import Axis, Mesh
 from ..plan import Plan
-from ..runtime.watch import Watch, unwatched
+from ..runtime.watch import Clock, Watch, unwatched
 from ..schedule import Backward, BackwardWeight, Forward, Recompute, StartAsync, Sync
 from .link import LinkProfile
-from .stopwatch import Clock, KeptBytes, PeakBytes, Stopwatch
+from .stopwatch import KeptBytes, PeakBytes, Stopwatch
 
 BUDGET_S = 3.0
 """Steps of one number of sub-batches are timed until this is spent, at least three and at most ten."""

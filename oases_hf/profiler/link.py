@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..costs import Curve, Slowdown
 from ..parallel.mesh import Axis, Mesh, Pending
-from .stopwatch import Clock
+from ..runtime.watch import Clock
 
 SIZES = tuple(2**power for power in (16, 18, 20, 22, 24, 26))
 """Bytes of the messages timed: 64 KiB to 64 MiB."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -15,32 +14,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..runtime.watch import Clock
 from ..schedule import Backward, Instruction, Recompute, StartAsync, Sync, block_of
 
 Key = tuple[type[Instruction], int]
 Timed = tuple[type[Instruction], int, str]
-
-
-class Clock:
-    """Time on a device, in ms."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-
-    def now(self) -> Any:
-        """A point of time, behind what the device was given so far."""
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def ms(self, start: Any, end: Any) -> float:
-        """Milliseconds between two points; waits for the device."""
-        if not self._cuda:
-            return float(end - start) * 1e3
-        end.synchronize()
-        return float(start.elapsed_time(end))
 
 
 class Stopwatch:

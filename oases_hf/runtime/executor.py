@@ -6,7 +6,7 @@ keeps facts under. Shapes: B batch, S sequence, H hidden; b is the part of B tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, assert_never
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ..parallel.gradients import GradientSync
 from ..parallel.linear import Captured, PutOff
-from ..parallel.mesh import Pending
 from ..parallel.rng import DropoutSeeds, seeded
 from ..schedule import (
     Backward,
@@ -38,18 +37,10 @@ from ..schedule import (
 )
 from ..schedule.instructions import Reduced
 from .block import Autocast, Block, Graph, Inner, Rows
-from .watch import Watch, unwatched
+from .flights import Flights, Outside, at_once
+from .watch import Wait, Watch, just_wait, unwatched
 
 Key = tuple[int, int]
-
-
-Outside = Callable[..., None]
-"""Called with an action and its tensors."""
-
-
-def at_once(action: Callable[..., None], *tensors: Tensor) -> None:
-    """Do it."""
-    action(*tensors)
 
 
 class Run:
@@ -62,7 +53,8 @@ class Run:
         gradients: who completes gradients across replicas.
         seeds: of dropout, if any.
         watch: makes a context for each instruction.
-        outside: handed everything that is not computation on the current stream, to do it at this point of the order.
+        wait: waits for a collective of a block.
+        outside: as :class:`Flights` has it.
 
     Attributes:
         reducing: instructions that reduce gradients do so.
@@ -76,6 +68,7 @@ class Run:
         gradients: GradientSync,
         seeds: DropoutSeeds | None = None,
         watch: Watch = unwatched,
+        wait: Wait = just_wait,
         outside: Outside = at_once,
     ) -> None:
         self._blocks = blocks
@@ -85,6 +78,7 @@ class Run:
         self._seeds = seeds
         self._watch = watch
         self._outside = outside
+        self._flights = Flights(wait, outside)
         self.reducing = True
         self._number = seeds.next_forward() if seeds else 0
         self._sub_batches = ready.schedule.sub_batches
@@ -97,8 +91,6 @@ class Run:
         self._graphs: dict[Key, Graph] = {}
         self._put_off: dict[Key, PutOff] = {}
         self._grads: dict[int, Tensor] = {}
-        self._flying: dict[Collective, tuple[Tensor, ...]] = {}
-        self._pending: dict[Collective, Pending] = {}
         self._arrived: dict[Collective, Tensor] = {}
 
     @property
@@ -113,9 +105,8 @@ class Run:
         for k, part in enumerate(self._rows.split(hidden, self._sub_batches)):
             self._hidden[0, k] = part
         self._execute("forward", self._ready.schedule.forward)
-        last = len(self._blocks)
         # Popped, else the run would hold its output: a cycle with the autograd node.
-        return self._rows.join([self._hidden.pop((last, k)) for k in range(self._sub_batches)], hidden)
+        return self._rows.join([self._hidden.pop((len(self._blocks), k)) for k in range(self._sub_batches)], hidden)
 
     def backward(self, grad: Tensor, ops: Sequence[Instruction]) -> Tensor:
         """Run ``ops``, a backward half, on the gradient of the output, ``[B, S, H]``; returns that of the input."""
@@ -149,9 +140,7 @@ class Run:
                 stream[key] = self._rows.part(stream[key], collective.block)
             case Sync(collective):
                 self._sync(collective)
-            case Backward(block, k):
-                self._backward((block, k))
-            case BackwardInput(block, k):
+            case Backward(block, k) | BackwardInput(block, k):
                 self._backward((block, k))
             case BackwardWeight(block, k):
                 put_off = self._put_off.pop((block, k))
@@ -191,8 +180,7 @@ class Run:
     def _from_join(self, key: Key) -> bool:
         """Whether a block's input is a norm of what is kept for the block before, so need not be kept itself."""
         before = (key[0] - 1, key[1])
-        moves = key[0] in self._rows.between
-        return before in self._joins and self._blocks[before[0]].norm_of_sum and not moves
+        return before in self._joins and self._blocks[before[0]].norm_of_sum and key[0] not in self._rows.between
 
     def _compute(self, op: Forward | Recompute, tensor: Reduced, x: Tensor) -> None:
         """Run a block on ``x``, ``[b, S, H]``; in pieces, stop before its projections."""
@@ -249,33 +237,22 @@ class Run:
             yield
 
     def _start(self, collective: Collective) -> None:
-        flying: tuple[Tensor, ...]
-        start: Callable[..., Pending]
         if collective.moves_rows:
             stream, key = self._stream(collective)
             axis, part = self._rows.between[collective.block], stream[key].contiguous()
-            flying, start = (part, axis.whole_rows(part)), axis.start_gather_rows
-        else:
-            share = self._partials.pop(collective).contiguous()
-            if (collective.block, collective.sub_batch) in self._graphs:
-                share = share.clone()  # backward may still need what the graph computed
-            flying, start = (share,), self._blocks[collective.block].link.axis.start_all_reduce
-        self._flying[collective] = flying  # what is sent stays as it is until it has arrived
-        self._outside(partial(self._launch, collective, start), *flying)
-
-    def _launch(self, collective: Collective, start: Callable[..., Pending], *tensors: Tensor) -> None:
-        self._pending[collective] = start(*tensors)
-
-    def _await(self, collective: Collective) -> None:
-        self._pending.pop(collective).wait()
+            self._flights.start(collective, axis.start_gather_rows, part, axis.whole_rows(part))
+            return
+        share = self._partials.pop(collective).contiguous()
+        if (collective.block, collective.sub_batch) in self._graphs:
+            share = share.clone()  # backward may still need what the graph computed
+        self._flights.start(collective, self._blocks[collective.block].link.axis.start_all_reduce, share)
 
     def _reduce(self, block: int) -> None:
         if self.reducing:
             self._gradients.start(self._blocks[block].parameters)
 
     def _sync(self, collective: Collective) -> None:
-        self._outside(partial(self._await, collective))
-        *_, tensor = self._flying.pop(collective)
+        tensor = self._flights.land(collective)
         if collective.moves_rows:
             stream, key = self._stream(collective)
             stream[key] = tensor

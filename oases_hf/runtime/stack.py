@@ -25,11 +25,12 @@ from ..parallel.mesh import Mesh
 from ..parallel.rng import DropoutSeeds, seed_of, seeded
 from ..schedule import Instruction, Ready, Step, plan_step
 from .block import Block, Rows
-from .executor import Outside, Run, at_once
+from .executor import Run
+from .flights import Outside, at_once
 from .graphs import Graphs, Replayed, unrecordable
 from .node import run_recorded
 from .splitting import Context, Share, parts_of, unsplittable
-from .watch import Watch, unwatched
+from .watch import Wait, Watch, just_wait, unwatched
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class Stack:
         training: the base model is in training mode, as of its last forward.
         watch: called with every instruction that runs.
         graphs: recordings, where they are wanted.
+        wait: called with every collective of a block that is waited for.
     """
 
     path: str
@@ -95,6 +97,7 @@ class Stack:
     training: bool = True
     watch: Watch = unwatched
     graphs: Graphs | None = None
+    wait: Wait = just_wait
     plain: bool = False
     reduce_now: bool = False
     _inside: bool = False
@@ -160,9 +163,8 @@ class Stack:
                 self._walk(layers), self.links, self.block_parameters, strict=True
             )
         ]
-        return Run(
-            blocks, ready, self._rows, self.gradients, self.seeds if self.training else None, self.watch, outside
-        )
+        seeds = self.seeds if self.training else None
+        return Run(blocks, ready, self._rows, self.gradients, seeds, self.watch, self.wait, outside)
 
     def _passes(
         self,

@@ -179,7 +179,8 @@ class ClusterSpec:
         """The cluster that :meth:`to_json` wrote; raises ConfigError when it is not one."""
         try:
             fields: dict[str, Any] = json.loads(text)
-            fields["gpu"] = Gpu(**fields["gpu"])
+            gpu = fields["gpu"]
+            fields["gpu"] = gpu_named(gpu) if isinstance(gpu, str) else Gpu(**gpu)
             fields["links"] = tuple(Link(**link) for link in fields["links"])
             fields["slowdown"] = Slowdown(**fields.get("slowdown", {}))
             return cls(**fields)
@@ -216,6 +217,24 @@ class Work:
     last_matmul: Mapping[str, Mapping[int, float]]
     outside_operations: float = 0.0
     kernels: int = 12
+
+
+def gpu_named(name: str) -> Gpu:
+    """One of those that come with the package; raises ConfigError when there is none of that name."""
+    found = {gpu.name: gpu for gpu, _ in _gpus()}
+    if name not in found:
+        raise ConfigError(f"there is no GPU {name!r}; choose one of {', '.join(found)}, or give its figures")
+    return found[name]
+
+
+def gpu_of(device_name: str) -> Gpu | None:
+    """The one that ``torch.cuda.get_device_name`` calls so; None when it does not come with the package."""
+    return next((gpu for gpu, names in _gpus() if device_name in names), None)
+
+
+def _gpus() -> list[tuple[Gpu, list[str]]]:
+    text = resources.files(__package__).joinpath("gpus.json").read_text()
+    return [(Gpu(**each["gpu"]), each["device_names"]) for each in json.loads(text)]
 
 
 def shipped() -> dict[str, str]:

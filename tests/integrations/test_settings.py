@@ -50,6 +50,7 @@ REFUSED: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({"OASES_DEGREE": "two"}, {}, "OASES_DEGREE='two' cannot be read as degree"),
     ({"OASES_TMP_SIZE": "two"}, {}, "OASES_TMP_SIZE='two' cannot be read as int"),
     ({"OASES_TMPSIZE": "2"}, {}, "OASES_TMPSIZE in the environment is no setting; there are OASES_ASYNC_SAVE, "),
+    ({"OASES_PEAK_TFLOPS": "-1"}, {}, "peak_tflops=-1; give the peak of a GPU, in 1e12 operations per second"),
     ({}, {"sub_batches": 2.5}, "sub_batches=2.5; give a whole number"),
     ({}, {"async_save": "no"}, "async_save='no'; give True or False"),
     ({}, {"degree": "most"}, "degree='most'; choose a number of ranks, or 'auto'"),

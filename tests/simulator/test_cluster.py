@@ -97,6 +97,10 @@ def test_json() -> None:
         assert cluster.source
     with pytest.raises(ConfigError, match=r"cluster nowhere: .*choose a file, or rtx3090x4"):
         ClusterSpec.load("nowhere")
+    named = {**json.loads(CLUSTER.to_json()), "gpu": "RTX 4090"}
+    assert ClusterSpec.from_json(json.dumps(named)) == replace(CLUSTER, gpu=ClusterSpec.load("rtx4090x4").gpu)
+    with pytest.raises(ConfigError, match="there is no GPU 'RTX 0'; choose one of RTX 3090, "):
+        ClusterSpec.from_json(json.dumps({**named, "gpu": "RTX 0"}))
     with pytest.raises(ConfigError, match="this is no cluster"):
         ClusterSpec.from_json("{}")
     with pytest.raises(ConfigError, match=r"links of \[8\] ranks; name the nearest first, up to 16"):

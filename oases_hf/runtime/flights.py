@@ -1,0 +1,50 @@
+"""Collectives on their way, from where they start to where their result is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+
+from ..parallel.mesh import Pending
+from ..schedule import Collective
+from .watch import Wait
+
+Outside = Callable[..., None]
+"""Called with an action, and the tensors it is on."""
+
+
+def at_once(action: Callable[..., None], *tensors: Tensor) -> None:
+    """Do it."""
+    action(*tensors)
+
+
+class Flights:
+    """What flies, and the tensors that must stay as they are until it has landed.
+
+    Args:
+        wait: waits for a collective.
+        outside: handed everything that is not computation on the current stream, to do it at this point of the order.
+    """
+
+    def __init__(self, wait: Wait, outside: Outside) -> None:
+        self._wait, self._outside = wait, outside
+        self._tensors: dict[Collective, tuple[Tensor, ...]] = {}
+        self._pending: dict[Collective, Pending] = {}
+
+    def start(self, collective: Collective, begin: Callable[..., Pending], *tensors: Tensor) -> None:
+        """Begin a collective on tensors, of which the last one becomes its result."""
+        self._tensors[collective] = tensors
+        self._outside(partial(self._begin, collective, begin), *tensors)
+
+    def land(self, collective: Collective) -> Tensor:
+        """Wait for a collective; returns its result."""
+        self._outside(partial(self._end, collective))
+        return self._tensors.pop(collective)[-1]
+
+    def _begin(self, collective: Collective, begin: Callable[..., Pending], *tensors: Tensor) -> None:
+        self._pending[collective] = begin(*tensors)
+
+    def _end(self, collective: Collective) -> None:
+        self._wait(self._pending.pop(collective))

@@ -1,0 +1,92 @@
+"""Records computation on GPUs as CUDA graphs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+Steps = Sequence[Callable[[], None]]
+
+
+class Recorder(Protocol):
+    """Records computation without doing it."""
+
+    def __call__(self, work: Callable[[], T]) -> tuple[T, Steps]:
+        """What ``work`` returns, whose values are not there yet, and the steps that do it."""
+
+    def outside(self, action: Callable[..., None], *tensors: Tensor) -> None:
+        """Called by ``work``: make an action on tensors a step of its own."""
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share a pool of memory.
+
+    Args:
+        device: a GPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        self._steps: list[Callable[[], None]] = []
+        self._graph = torch.cuda.CUDAGraph()
+
+    def __call__(self, work: Callable[[], T]) -> tuple[T, Steps]:
+        """Record ``work``; threads of data loaders and of NCCL may go on meanwhile."""
+        torch.cuda.synchronize()
+        self._steps = []
+        with torch.cuda.stream(self._stream):
+            self._begin()
+            try:
+                result = work()
+            except Exception:
+                with suppress(RuntimeError):  # that what is recorded is no graph any more says nothing of why
+                    self._graph.capture_end()
+                raise
+            self._end()
+        return result, self._steps
+
+    def outside(self, action: Callable[..., None], *tensors: Tensor) -> None:
+        """End a graph, and begin the next behind the action; the step does not keep the memory of the tensors."""
+        self._end()
+        self._steps.append(partial(action, *map(_unowned, tensors)))
+        self._begin()
+
+    def _begin(self) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        self._graph.capture_begin(self._pool, capture_error_mode="thread_local")
+
+    def _end(self) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            self._graph.capture_end()
+        self._steps.append(self._graph.replay)
+
+
+def cuda_recorder(device: torch.device) -> CudaRecorder | None:
+    """What records on a device, if it is a GPU."""
+    return CudaRecorder(device) if device.type == "cuda" else None
+
+
+class _Address:
+    """Memory of a GPU, in the form in which libraries hand it to each other."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (tensor.nbytes,),
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def _unowned(tensor: Tensor) -> Tensor:
+    """A contiguous tensor at the same place, whose memory may be used again when nobody else holds it."""
+    return torch.as_tensor(_Address(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)
