@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .commands import estimate, merge, plan, profile, simulate
+from .commands import doctor, estimate, merge, plan, profile, simulate
 from .verify import command as verify
 
 
@@ -34,6 +34,7 @@ COMMANDS = (
     Command("simulate", simulate.SUMMARY, simulate.add_options, simulate.run),
     Command("estimate", estimate.SUMMARY, estimate.add_options, estimate.run),
     Command("merge", merge.SUMMARY, merge.add_options, merge.run),
+    Command("doctor", doctor.SUMMARY, doctor.add_options, doctor.run),
     Command("verify", verify.SUMMARY, verify.add_options, verify.run),
 )
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,9 @@ LOG_LINES = 40
 
 
 @dataclass(frozen=True)
-class _Rank:
+class Rank:
+    """A process that is a rank, and the file of what it writes."""
+
     number: int
     process: subprocess.Popen[bytes]
     log: Path
@@ -67,8 +70,18 @@ def on_ranks(
     Returns:
         The exit code of all ranks together, or of this one.
     """
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    if not under_launcher():
         return run_ranks(title, [sys.executable, "-m", "oases_hf.cli", *arguments], size, time_limit_s)
+    return be_rank(title, rendezvous, run_rank)
+
+
+def under_launcher() -> bool:
+    """Whether this process was started as a rank."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def be_rank(title: str, rendezvous: str | None, run_rank: Callable[[Seat], int]) -> int:
+    """Do ``run_rank`` as the rank that this process was started as; returns the exit code, as :func:`on_ranks`."""
     seat = Seat(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), rendezvous or "env://")
     try:
         return run_rank(seat)
@@ -88,17 +101,34 @@ def run_ranks(title: str, command: Sequence[str], size: int, time_limit_s: float
     Standard output is that of rank 0; what ranks write to standard error shows when they fail. None is left running.
     """
     with tempfile.TemporaryDirectory(prefix="oases-hf-") as folder:
-        ranks: list[_Rank] = []
+        arguments = [*command, "--rendezvous", rendezvous_in(Path(folder))]
+        ranks: list[Rank] = []
         try:
             for number in range(size):
-                ranks.append(_start(command, number, size, Path(folder)))
+                ranks.append(start(arguments, number, environment_of(number, size), Path(folder), heard=number == 0))
             return _verdict(title, ranks, _wait(ranks, time_limit_s), time_limit_s)
         finally:
-            _end(ranks)
+            end(ranks)
 
 
-def _start(command: Sequence[str], number: int, size: int, folder: Path) -> _Rank:
+def rendezvous_in(folder: Path) -> str:
+    """Where ranks on this machine meet, as ``--rendezvous`` takes it."""
+    return f"file://{folder / 'rendezvous'}"
+
+
+def start(
+    command: Sequence[str], number: int, environment: Mapping[str, str], folder: Path, *, heard: bool = False
+) -> Rank:
+    """Start a rank that writes to a file in ``folder``; when ``heard``, its standard output is that of this process."""
     log = folder / f"rank{number}.log"
+    with log.open("wb") as errors:
+        output = None if heard else errors
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
+    return Rank(number, process, log)
+
+
+def environment_of(number: int, size: int) -> dict[str, str]:
+    """The variables of one of ``size`` ranks on this machine."""
     threads = max(1, (os.cpu_count() or 1) // size)
     environment = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false", **os.environ}
     environment |= {
@@ -111,14 +141,10 @@ def _start(command: Sequence[str], number: int, size: int, folder: Path) -> _Ran
     }
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may not resolve
-    with log.open("wb") as errors:
-        output = None if number == 0 else errors
-        arguments = [*command, "--rendezvous", f"file://{folder / 'rendezvous'}"]
-        process = subprocess.Popen(arguments, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
-    return _Rank(number, process, log)
+    return environment
 
 
-def _wait(ranks: Sequence[_Rank], time_limit_s: float) -> _Rank | None:
+def _wait(ranks: Sequence[Rank], time_limit_s: float) -> Rank | None:
     """Wait until all ranks have ended, at most a little longer than the first that fails; returns that one."""
     deadline, failed = time.monotonic() + time_limit_s, None
     while time.monotonic() < deadline:
@@ -132,7 +158,7 @@ def _wait(ranks: Sequence[_Rank], time_limit_s: float) -> _Rank | None:
     return failed
 
 
-def _verdict(title: str, ranks: Sequence[_Rank], failed: _Rank | None, time_limit_s: float) -> int:
+def _verdict(title: str, ranks: Sequence[Rank], failed: Rank | None, time_limit_s: float) -> int:
     """The exit code of all ranks together; says on standard error what went wrong."""
     codes = [rank.process.poll() for rank in ranks]
     if USAGE in codes:  # others may have failed for want of that rank
@@ -152,7 +178,8 @@ def _verdict(title: str, ranks: Sequence[_Rank], failed: _Rank | None, time_limi
     return BROKEN
 
 
-def _end(ranks: Sequence[_Rank]) -> None:
+def end(ranks: Sequence[Rank]) -> None:
+    """End those that still run; one that not even a kill ends, as in a driver that hangs, is left."""
     running = [rank.process for rank in ranks if rank.process.poll() is None]
     for process in running:
         process.terminate()
@@ -162,4 +189,5 @@ def _end(ranks: Sequence[_Rank]) -> None:
             process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)

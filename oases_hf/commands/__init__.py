@@ -1,4 +1,4 @@
-"""The subcommands of ``oases-hf`` that plan: ``profile``, ``plan`` and ``estimate``.
+"""The subcommands of ``oases-hf``, but for ``verify``.
 
 A module named as its command holds the options, and imports neither torch nor numpy; what they are for is in the
 module beside it (``plan`` → ``planned``), imported when the command runs.

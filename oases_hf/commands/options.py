@@ -8,15 +8,15 @@ from pathlib import Path
 DTYPES = ("float32", "bfloat16", "mixed")
 
 
-def add_model(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """Give ``parser`` the options that say what is trained, and on how many ranks."""
     add = parser.add_argument
-    what = parser.add_mutually_exclusive_group(required=True)
+    what = parser.add_mutually_exclusive_group(required=required)
     what.add_argument("model", nargs="?", metavar="MODEL", help="hub id or folder of a Hugging Face model")
     what.add_argument("--config", metavar="FILE", help="config.json, or the folder of one, instead of MODEL")
-    add("--tmp-size", type=count, metavar="T", required=True, help="ranks that share each batch")
-    add("--batch", type=count, metavar="B", required=True, help="rows of a micro-batch")
-    add("--seq", type=count, metavar="S", required=True, help="tokens of a row")
+    add("--tmp-size", type=count, metavar="T", required=required, help="ranks that share each batch")
+    add("--batch", type=count, metavar="B", required=required, help="rows of a micro-batch")
+    add("--seq", type=count, metavar="S", required=required, help="tokens of a row")
     add(
         "--dtype",
         choices=DTYPES,

@@ -106,7 +106,7 @@ def test_ranks_that_are_no_worlds_of_that_size(
     assert said == "oases-hf profile: error: tmp_size=2 does not divide the 1 ranks; choose one of [1]\n"
 
 
-@pytest.mark.parametrize("command", ["profile", "plan", "estimate"])
+@pytest.mark.parametrize("command", ["profile", "plan", "estimate", "doctor"])
 def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as raised:
         cli.main([command, "--help"])
