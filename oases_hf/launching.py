@@ -69,7 +69,21 @@ def on_ranks(
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return run_ranks(title, [sys.executable, "-m", "oases_hf.cli", *arguments], size, time_limit_s)
-    seat = Seat(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), rendezvous or "env://")
+    return as_rank(title, rendezvous, run_rank)
+
+
+def as_rank(title: str, rendezvous: str | None, run_rank: Callable[[Seat], int]) -> int:
+    """Do what the rank does that this process is, as RANK and WORLD_SIZE say, or else the only one there is.
+
+    Args:
+        title: as in :func:`on_ranks`, like ``run_rank``.
+        rendezvous: the value of the option ``--rendezvous``, if it was given.
+        run_rank: what to do.
+
+    Returns:
+        The exit code of this rank.
+    """
+    seat = Seat(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), rendezvous or "env://")
     try:
         return run_rank(seat)
     except (ConfigError, UnsupportedModelError) as error:

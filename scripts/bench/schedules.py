@@ -19,6 +19,7 @@ import os
 import statistics
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -29,11 +30,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oases_hf.launching import PASS, Seat, as_rank
 from oases_hf.profiler.stopwatch import peak_bytes
 from oases_hf.schedule import kind
 from scripts.bench.contenders import PEERS, VOCAB, Training, Work, scheduled
 from scripts.bench.llama import config_of
-from scripts.bench.timing import Row, World, paired, print_table, ratio, write_json
+from scripts.bench.rows import Row, print_table, write_json
+from scripts.bench.timing import World, paired, ratio
 
 SCHEDULES = ("megatron", "megatron_5", "wang", "merak", "cross_pass", "oases")
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -59,6 +62,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=int, default=7)
     add("--defer-weight-grads", action="store_true")
     add("--json", type=Path, help="write the rows to this file")
+    add("--rendezvous", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     options.schedules, options.peers = (
         [n for n in text.split(",") if n] for text in (options.schedules, options.peers)
@@ -140,7 +144,7 @@ def measure(contenders: Sequence[Training], rounds: int, world: World) -> list[R
             collectives=traffic.calls,
             layer_bytes=traffic.layer_bytes,
             peak_memory_bytes=peak,
-            rounds_ms=ms,
+            rounds_ms=tuple(ms),
         )
         for contender, traffic, peak, ms in zip(contenders, sent, peaks, times, strict=True)
     ]
@@ -160,20 +164,26 @@ def report(rows: Sequence[Row], options: argparse.Namespace, world: World) -> No
         print("oases is", ", ".join(f"{ratio(last.rounds_ms, r.rounds_ms):.2f} × {r.name}" for r in others))
 
 
-def main() -> None:
-    """Run the benchmark."""
-    options = parse_options()
+def run(options: argparse.Namespace, seat: Seat) -> int:
+    """What a rank does."""
     load = os.getloadavg()[0]
-    world = World.join()
+    world = World.join(seat.rendezvous)
     rows = measure(build(options, world), options.rounds, world)
     if world.rank == 0:
         report(rows, options, world)
-        print(f"load average at the start: {load:.2f} on {os.cpu_count()} cores")
+        print(f"load average at the start: {load:.2f} on {os.cpu_count()} cores", flush=True)
         if options.json:
             write_json(rows, options.json)
     if dist.is_initialized():
         dist.destroy_process_group()
+    return PASS
+
+
+def main() -> int:
+    """Run the benchmark; returns the exit code."""
+    options = parse_options()
+    return as_rank("schedules", options.rendezvous, partial(run, options))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
