@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from textwrap import shorten
 from typing import Literal
+
+Recomputed = Literal["full", "none", "some"]
 
 ACROSS = 4
 """Settings beside each other in a chart."""
@@ -40,9 +43,15 @@ class Row:
     layer_bytes: int | None = None
     peak_memory_bytes: int | None = None
     rounds_ms: tuple[float, ...] = ()
-    recompute: Literal["full", "none", "some"] = "full"
+    recompute: Recomputed = "full"
     setting: str = ""
     failure: str = ""
+
+
+def in_a_word(recompute: Collection[Literal["full", "none"]]) -> Recomputed:
+    """What is recomputed, of the choices for all blocks."""
+    choices = set(recompute)
+    return choices.pop() if len(choices) == 1 else "some"
 
 
 def print_table(rows: Sequence[Row]) -> None:
@@ -76,7 +85,7 @@ def plot(rows: Sequence[Row], file: Path) -> None:
     for axes, setting in zip(grid, settings, strict=False):
         bars = [row for row in rows if row.setting == setting]
         drawn = axes.barh(range(len(bars)), [row.ms or 0.0 for row in bars], color="tab:blue")
-        axes.bar_label(drawn, [row.failure or f" {row.ms:.0f}" for row in bars])
+        axes.bar_label(drawn, [shorten(row.failure, 40) or f" {row.ms:.0f}" for row in bars])
         axes.set_yticks(range(len(bars)), [row.name if row.recompute == "full" else _long(row) for row in bars])
         axes.invert_yaxis()
         axes.margins(x=0.2)

@@ -10,7 +10,8 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -101,6 +102,21 @@ def paired(contenders: Sequence[Contender], rounds: int, world: World) -> list[l
                 times[index][turn] = (time.perf_counter() - start) * 1e3
     everyone = world.gather(times)
     return [[max(t) for t in zip(*ranks, strict=True)] for ranks in zip(*everyone, strict=True)]
+
+
+@contextmanager
+def memory_limit(device: torch.device, gib: float) -> Iterator[None]:
+    """Let this rank allocate no more inside; on a GPU. Building a contender is not limited."""
+    if device.type != "cuda":
+        yield
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
 
 
 def ratio(of: Sequence[float], to: Sequence[float]) -> float:

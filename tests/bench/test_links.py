@@ -93,7 +93,7 @@ def test_nothing_is_left_after_an_error(error: type[BaseException]) -> None:
 @on_links
 @pytest.mark.usefixtures("clean")
 def test_nothing_is_left_of_what_could_not_be_made() -> None:
-    with pytest.raises(ConfigError, match=r"^tc .* rate 0mbit .*mandatory.; are network namespaces allowed here\?"), links(2, 0):
+    with pytest.raises(ConfigError, match=r"^tc .* rate 0mbit .*mandatory.; are network"), links(2, 0):
         raise AssertionError("no link has this rate")
 
 
