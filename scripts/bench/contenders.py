@@ -228,7 +228,7 @@ class Peer(Training):
         if self.recompute == "full":
             _checkpoint_activations(self.model)
         else:
-            self.model.activation_checkpointing_disable()
+            _keep_activations(self.model)
         super().prepare()
 
 
@@ -267,6 +267,11 @@ def _precise(tensor: Tensor) -> Tensor:
 def _checkpoint_activations(model: PreTrainedModel) -> None:
     enable: Any = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
+
+
+def _keep_activations(model: PreTrainedModel) -> None:
+    disable: Any = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+    disable()
 
 
 def loaded_in_parallel(model: PreTrainedModel, world: World) -> PreTrainedModel:

@@ -7,6 +7,7 @@ import statistics
 import sys
 import time
 from contextlib import ExitStack, redirect_stdout
+from dataclasses import fields
 from typing import Any, cast
 from unittest import mock
 
@@ -36,6 +37,10 @@ WARM_UP = 2
 """Steps before those that are timed; the optimizer's state is made in the first."""
 
 PEERS_OF_TRAINER = {"hf": "tensor parallelism", "fsdp": "FSDP2"}
+
+_NAMES = {field.name for field in fields(TrainingArguments)}
+CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in _NAMES else "gradient_checkpointing"
+"""The argument, as this version of transformers calls it."""
 
 TOLERANCES = {"fp32": 1e-4, "bf16": 2e-2}
 """Of the first step's loss, relative, between contenders."""
@@ -121,7 +126,8 @@ def _trainer(job: Job, task: Task, world: World, steps: Steps) -> Trainer:
     with world.device:
         whole = build(shape.config("whole", job.seq, job.vocab))
     callbacks: list[TrainerCallback] = [steps]
-    rows, settings = shape.rows, dict[str, Any](activation_checkpointing=entry.recompute == "full")
+    rows = shape.rows
+    settings: dict[str, Any] = {CHECKPOINTING: entry.recompute == "full"}
     if entry.name == "hf":
         whole = cast(LlamaForCausalLM, loaded_in_parallel(whole, world))
     elif entry.name == "fsdp":
