@@ -72,7 +72,7 @@ def on_ranks(
     """
     if not under_launcher():
         return run_ranks(title, [sys.executable, "-m", "oases_hf.cli", *arguments], size, time_limit_s)
-    return be_rank(title, rendezvous, run_rank)
+    return as_rank(title, rendezvous, run_rank)
 
 
 def under_launcher() -> bool:
@@ -80,9 +80,18 @@ def under_launcher() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def be_rank(title: str, rendezvous: str | None, run_rank: Callable[[Seat], int]) -> int:
-    """Do ``run_rank`` as the rank that this process was started as; returns the exit code, as :func:`on_ranks`."""
-    seat = Seat(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), rendezvous or "env://")
+def as_rank(title: str, rendezvous: str | None, run_rank: Callable[[Seat], int]) -> int:
+    """Do what the rank does that this process is, as RANK and WORLD_SIZE say, or else the only one there is.
+
+    Args:
+        title: as in :func:`on_ranks`, like ``run_rank``.
+        rendezvous: the value of the option ``--rendezvous``, if it was given.
+        run_rank: what to do.
+
+    Returns:
+        The exit code of this rank.
+    """
+    seat = Seat(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")), rendezvous or "env://")
     try:
         return run_rank(seat)
     except (ConfigError, UnsupportedModelError) as error:

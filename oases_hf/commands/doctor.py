@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..doctor.examining import TITLE, examine
-from ..launching import PASS, USAGE, Seat, be_rank
+from ..launching import PASS, USAGE, Seat, as_rank
 from .options import above_zero, add_model
 
 SUMMARY = "check GPUs, links and collectives of this machine, and predict what overlap gains"
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
 
             return run_rank(options, seat)
 
-        return be_rank(TITLE, options.rendezvous, run_rank)
+        return as_rank(TITLE, options.rendezvous, run_rank)
     if complaint := _complaint(options):
         print(f"{TITLE}: error: {complaint}", file=sys.stderr)
         return USAGE

@@ -20,8 +20,9 @@ from oases_hf.convert import block_count, convert, describe
 from oases_hf.errors import ConfigError
 from oases_hf.models.converted import Converted
 from oases_hf.parallel.mesh import Mesh
-from oases_hf.plan import Plan
+from oases_hf.plan import Plan, Recompute
 from oases_hf.schedule import kind
+from scripts.bench.rows import Recomputed
 from scripts.bench.timing import Wire, World
 
 VOCAB = 1024
@@ -73,7 +74,12 @@ class Training:
 
     Args:
         averaged: over how many data-parallel parts its gradients are averaged.
+
+    Attributes:
+        recompute: of its layers, in a word.
     """
+
+    recompute: Recomputed = "full"
 
     def __init__(
         self, name: str, what: str, model: PreTrainedModel, work: Work, world: World, rows: slice, averaged: int = 1
@@ -118,29 +124,25 @@ class Training:
         return sum(p.numel() * p.element_size() for p in held)
 
 
-class Scheduled(Training):
-    """A converted model under one schedule; several share the model."""
+class Planned(Training):
+    """A converted model, as its plan says."""
 
-    def __init__(
-        self, schedule: str, sub_batches: int, model: PreTrainedModel, state: Converted, work: Work, world: World
-    ):
-        self._schedule, self._sub_batches, self._state = schedule, sub_batches, state
+    def __init__(self, name: str, what: str, model: PreTrainedModel, state: Converted, work: Work, world: World):
+        self.state = state
         data = state.mesh.data
-        what = f"{sub_batches} sub-batches" if sub_batches > 1 else "one batch"
-        super().__init__(schedule, what, model, work, world, work.rows(data.rank, data.size), averaged=data.size)
+        super().__init__(name, what, model, work, world, work.rows(data.rank, data.size), averaged=data.size)
 
     def prepare(self) -> None:
-        stack = self._state.stack
-        stack.schedule, stack.sub_batches, stack.reduce_now = self._schedule, self._sub_batches, True
+        self.state.stack.reduce_now = True
         super().prepare()
 
     def step(self) -> Tensor:
         output = super().step()
-        self._state.gradients.finish()
+        self.state.gradients.finish()
         return output
 
     def sent(self) -> Sent:
-        mesh = self._state.mesh
+        mesh = self.state.mesh
         axes = [axis.traffic for axis in (mesh.world, mesh.tmp, mesh.data, mesh.control, mesh.tmp_control)]
         marks: list[int] = []
         hook = self.model.get_input_embeddings().register_forward_hook(lambda *_: marks.append(mesh.tmp.traffic.bytes))
@@ -148,12 +150,12 @@ class Scheduled(Training):
         before = sum(t.bytes for t in axes), sum(t.calls for t in axes)
         super().step()
         marks.append(mesh.tmp.traffic.bytes)
-        self._state.gradients.finish()
+        self.state.gradients.finish()
         hook.remove()
         return Sent(sum(t.bytes for t in axes) - before[0], sum(t.calls for t in axes) - before[1], marks[1] - marks[0])
 
     def whole_grad(self, name: str, shape: Sequence[int]) -> Tensor:
-        layout, tmp = self._state.layouts[name], self._state.mesh.tmp
+        layout, tmp = self.state.layouts[name], self.state.mesh.tmp
         parts = self._world.gather(cast(Tensor, self.model.get_parameter(name).grad).cpu())
         if not layout.sharded:
             return _precise(parts[0]) * self.averaged
@@ -163,47 +165,96 @@ class Scheduled(Training):
         return _precise(whole) * self.averaged
 
 
+class Scheduled(Planned):
+    """A converted model under one schedule; several share the model.
+
+    Args:
+        schedule: its name.
+        sub_batches: in which the batch is parted, if the schedule is made for several (default: as many as that).
+        recompute: of all blocks.
+        defer: weight gradients wait for the input gradient's all-reduce to start.
+    """
+
+    def __init__(
+        self,
+        schedule: str,
+        sub_batches: int | None,
+        model: PreTrainedModel,
+        state: Converted,
+        work: Work,
+        world: World,
+        recompute: Recompute = "full",
+        defer: bool = False,
+    ):
+        own = kind(schedule).sub_batches
+        self._schedule, self._defer, self.recompute = schedule, defer, recompute
+        self._sub_batches = (sub_batches or own) if own > 1 else own
+        what = f"{self._sub_batches} sub-batches" if self._sub_batches > 1 else "one batch"
+        super().__init__(schedule, what, model, state, work, world)
+
+    def prepare(self) -> None:
+        stack = self.state.stack
+        stack.schedule, stack.sub_batches, stack.defer = self._schedule, self._sub_batches, self._defer
+        stack.graphs_kept = frozenset(range(len(stack.links))) if self.recompute == "none" else frozenset()
+        super().prepare()
+
+
 def scheduled(
-    names: Sequence[str], sub_batches: int | None, degree: int, defer: bool, work: Work, world: World
+    names: Sequence[str],
+    sub_batches: int | None,
+    degree: int,
+    defer: bool,
+    work: Work,
+    world: World,
+    recompute: Recompute = "full",
 ) -> list[Training]:
     """Our schedules, all on one model; ``sub_batches`` is for those made for more than one."""
     model = work.model()
-    mesh = Mesh.build(degree)
-    plan = Plan(describe(model), degree, (degree,) * block_count(model))
-    state = convert(model, mesh, plan, defer_weight_grads=defer)
-    made_for = {name: kind(name).sub_batches for name in names}
-    return [
-        Scheduled(name, (sub_batches or own) if own > 1 else own, model, state, work, world)
-        for name, own in made_for.items()
-    ]
+    state = convert(model, Mesh.build(degree), uniform(model, degree))
+    return [Scheduled(name, sub_batches, model, state, work, world, recompute, defer) for name in names]
 
 
-def hugging_face(work: Work, world: World, degree: int) -> Training:
-    """The model with gradient checkpointing: in one process, or under transformers' own tensor parallelism."""
+def uniform(model: PreTrainedModel, degree: int) -> Plan:
+    """All blocks split over as many ranks, which are the TMP world."""
+    return Plan(describe(model), degree, (degree,) * block_count(model))
+
+
+class Peer(Training):
+    """A model that Hugging Face's own loop runs, with or without gradient checkpointing."""
+
+    recompute: Recompute = "full"
+
+    def prepare(self) -> None:
+        if self.recompute == "full":
+            _checkpoint_activations(self.model)
+        else:
+            _keep_activations(self.model)
+        super().prepare()
+
+
+def hugging_face(work: Work, world: World, degree: int) -> Peer:
+    """The model in one process, or under transformers' own tensor parallelism."""
     if degree != world.size:
         raise ConfigError(f"peer hf: tensor parallelism only, over all {world.size} ranks; --degree is {degree}")
     model = work.model()
     if world.size > 1:
-        model = _loaded_in_parallel(model, work.dtype, world)
-    _checkpoint_activations(model)
+        model = loaded_in_parallel(model, world)
     how = "transformers' tensor parallelism" if world.size > 1 else "transformers in one process"
-    return Training("hf", f"{how}, gradient checkpointing", model, work, world, slice(0, work.batch))
+    return Peer("hf", how, model, work, world, slice(0, work.batch))
 
 
-def fully_sharded(work: Work, world: World, degree: int) -> Training:
-    """The model under torch's FSDP2, a layer at a time, with gradient checkpointing."""
+def fully_sharded(work: Work, world: World, degree: int) -> Peer:
+    """The model under torch's FSDP2, a layer at a time."""
     from torch.distributed.fsdp import fully_shard
 
     if world.size == 1:
         raise ConfigError("peer fsdp: needs several ranks; start this with a launcher")
     rows = work.rows(world.rank, world.size)
     model = cast(LlamaModel, work.model())
-    _checkpoint_activations(model)
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
-    what = "torch fully_shard, gradient checkpointing"
-    return Training("fsdp", what, model, work, world, rows, averaged=world.size)
+    return Peer("fsdp", "torch fully_shard", model, work, world, rows, averaged=world.size)
 
 
 PEERS = {"hf": hugging_face, "fsdp": fully_sharded}
@@ -218,7 +269,12 @@ def _checkpoint_activations(model: PreTrainedModel) -> None:
     enable({"use_reentrant": False})
 
 
-def _loaded_in_parallel(model: PreTrainedModel, dtype: torch.dtype, world: World) -> PreTrainedModel:
+def _keep_activations(model: PreTrainedModel) -> None:
+    disable: Any = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+    disable()
+
+
+def loaded_in_parallel(model: PreTrainedModel, world: World) -> PreTrainedModel:
     """The same model, loaded from a temporary folder (one on each host) as transformers shards it."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -231,7 +287,7 @@ def _loaded_in_parallel(model: PreTrainedModel, dtype: torch.dtype, world: World
             model.save_pretrained(folder)
         world.meet()
         sharding = DistributedConfig(tp_size=world.size)
-        loaded = LlamaModel.from_pretrained(folder, dtype=dtype, distributed_config=sharding)
+        loaded = type(model).from_pretrained(folder, dtype=model.dtype, distributed_config=sharding)
         world.meet()
     finally:
         if writes:

@@ -6,9 +6,9 @@
     python scripts/bench/schedules.py --peers hf       # one process: degree 1
 
 A step is forward and backward of a LlamaModel with random weights and no head, from token ids and a given output
-gradient, with all gradient sums; everything is recomputed in backward. Before anything is timed, all contenders'
-outputs and gradients are compared with the first one's. Times are medians over rounds, ratios are medians of the
-ratios within rounds; each round runs every contender once, in an order that rotates.
+gradient, with all gradient sums; everything is recomputed in backward unless told. Before anything is timed, outputs
+and gradients of all are compared with the first one's. Times are medians over rounds, ratios are medians of the ratios
+within rounds; each round runs every contender once, in an order that rotates.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ import os
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import get_args
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -29,11 +32,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from oases_hf.launching import PASS, Seat, as_rank
+from oases_hf.plan import Recompute
 from oases_hf.profiler.stopwatch import peak_bytes
 from oases_hf.schedule import kind
 from scripts.bench.contenders import PEERS, VOCAB, Training, Work, scheduled
 from scripts.bench.llama import config_of
-from scripts.bench.timing import Row, World, paired, print_table, ratio, write_json
+from scripts.bench.rows import Row, print_table, write_json
+from scripts.bench.timing import World, paired, ratio
 
 SCHEDULES = ("megatron", "megatron_5", "wang", "merak", "cross_pass", "oases")
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -56,9 +62,11 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--sub-batches", type=int, help="of the schedules that interleave any (default: 2)")
     add("--peers", default="", help="hf, fsdp: transformers' tensor parallelism, torch's fully_shard")
+    add("--recompute", choices=get_args(Recompute), default="full", help="of every contender (default: full)")
     add("--rounds", type=int, default=7)
     add("--defer-weight-grads", action="store_true")
     add("--json", type=Path, help="write the rows to this file")
+    add("--rendezvous", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     options.schedules, options.peers = (
         [n for n in text.split(",") if n] for text in (options.schedules, options.peers)
@@ -76,22 +84,57 @@ def build(options: argparse.Namespace, world: World) -> list[Training]:
     degree = options.degree or world.size
     contenders: list[Training] = []
     if options.schedules:
-        contenders += scheduled(options.schedules, options.sub_batches, degree, options.defer_weight_grads, work, world)
-    contenders += [PEERS[name](work, world, degree) for name in options.peers]
+        how = (options.sub_batches, degree, options.defer_weight_grads)
+        contenders += scheduled(options.schedules, *how, work, world, options.recompute)
+    for name in options.peers:
+        contenders.append(peer := PEERS[name](work, world, degree))
+        peer.recompute = options.recompute
     difference = check_alike(contenders, compared(work.shapes()), TOLERANCES[work.dtype])
     if world.rank == 0:
         print(f"outputs and gradients of all contenders are alike; the largest difference is {difference:.1e}")
     return contenders
 
 
-def compared(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Those parameters whose gradients are compared: all outside the layers, and of the first and last layer."""
+def compared(shapes: dict[str, tuple[int, ...]], most: int | None = None) -> dict[str, tuple[int, ...]]:
+    """Those parameters whose gradients are compared: all outside the layers, and of the first and last layer.
+
+    ``most`` leaves those out that have more elements.
+    """
     layers = [name.split(".")[1] for name in shapes if name.startswith("layers.")]
     return {
         n: shape
         for n, shape in shapes.items()
-        if not n.startswith("layers.") or n.split(".")[1] in (layers[0], layers[-1])
+        if (not n.startswith("layers.") or n.split(".")[1] in (layers[0], layers[-1]))
+        and (most is None or math.prod(shape) <= most)
     }
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The output of a contender's step and its gradients, by what they are; all whole."""
+
+    name: str
+    tensors: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, contender: Training, shapes: dict[str, tuple[int, ...]]) -> Observed:
+        """Those of a step, and of parameters of those shapes."""
+        contender.prepare()
+        found = {"output": contender.whole_output(contender.step())}
+        found |= {f"gradient of {name}": contender.whole_grad(name, shape) for name, shape in shapes.items()}
+        contender.prepare()
+        return cls(contender.name, found)
+
+    def difference(self, first: Observed, tolerance: float) -> float:
+        """The largest from those of ``first``, relative to its norm; ArithmeticError when more than ``tolerance``."""
+        errors = {what: float((self.tensors[what] - of).norm() / of.norm()) for what, of in first.tensors.items()}
+        what, worst = max(errors.items(), key=lambda item: float("inf") if math.isnan(item[1]) else item[1])
+        if not worst <= tolerance:
+            raise ArithmeticError(
+                f"{self.name}: the {what} is {worst:.1e} (relative to the norm) off that of {first.name}; "
+                f"{tolerance:.0e} is tolerated. Nothing was timed"
+            )
+        return worst
 
 
 def check_alike(contenders: Sequence[Training], shapes: dict[str, tuple[int, ...]], tolerance: float) -> float:
@@ -99,23 +142,10 @@ def check_alike(contenders: Sequence[Training], shapes: dict[str, tuple[int, ...
 
     Raises ArithmeticError when that is more than ``tolerance``.
     """
-    reference: dict[str, Tensor] = {}
-    largest = 0.0
-    for contender in contenders:
-        contender.prepare()
-        found = {"output": contender.whole_output(contender.step())}
-        found |= {f"gradient of {name}": contender.whole_grad(name, shape) for name, shape in shapes.items()}
-        contender.prepare()
-        reference = reference or found
-        errors = {what: float((found[what] - right).norm() / right.norm()) for what, right in reference.items()}
-        what, worst = max(errors.items(), key=lambda item: float("inf") if math.isnan(item[1]) else item[1])
-        if not worst <= tolerance:
-            raise ArithmeticError(
-                f"{contender.name}: the {what} is {worst:.1e} (relative to the norm) off that of "
-                f"{contenders[0].name}; {tolerance:.0e} is tolerated. Nothing was timed"
-            )
-        largest = max(largest, worst)
-    return largest
+    first, *others = contenders
+    reference = Observed.of(first, shapes)
+    found = (reference, *(Observed.of(other, shapes) for other in others))
+    return max(each.difference(reference, tolerance) for each in found)
 
 
 def measure(contenders: Sequence[Training], rounds: int, world: World) -> list[Row]:
@@ -140,7 +170,8 @@ def measure(contenders: Sequence[Training], rounds: int, world: World) -> list[R
             collectives=traffic.calls,
             layer_bytes=traffic.layer_bytes,
             peak_memory_bytes=peak,
-            rounds_ms=ms,
+            rounds_ms=tuple(ms),
+            recompute=contender.recompute,
         )
         for contender, traffic, peak, ms in zip(contenders, sent, peaks, times, strict=True)
     ]
@@ -160,20 +191,26 @@ def report(rows: Sequence[Row], options: argparse.Namespace, world: World) -> No
         print("oases is", ", ".join(f"{ratio(last.rounds_ms, r.rounds_ms):.2f} × {r.name}" for r in others))
 
 
-def main() -> None:
-    """Run the benchmark."""
-    options = parse_options()
+def run(options: argparse.Namespace, seat: Seat) -> int:
+    """What a rank does."""
     load = os.getloadavg()[0]
-    world = World.join()
+    world = World.join(seat.rendezvous)
     rows = measure(build(options, world), options.rounds, world)
     if world.rank == 0:
         report(rows, options, world)
-        print(f"load average at the start: {load:.2f} on {os.cpu_count()} cores")
+        print(f"load average at the start: {load:.2f} on {os.cpu_count()} cores", flush=True)
         if options.json:
             write_json(rows, options.json)
     if dist.is_initialized():
         dist.destroy_process_group()
+    return PASS
+
+
+def main() -> int:
+    """Run the benchmark; returns the exit code."""
+    options = parse_options()
+    return as_rank("schedules", options.rendezvous, partial(run, options))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Contenders on one piece of work: paired timing, what a step holds and sends, and the table this ends in.
+"""Contenders on one piece of work: paired timing, and what a step sends.
 
 Timing is paired: each round runs every contender once, in an order that rotates, and ratios are medians
 of the ratios within rounds, so that a slow phase of the machine does not fall on one contender alone.
@@ -7,13 +7,12 @@ of the ratios within rounds, so that a slow phase of the machine does not fall o
 from __future__ import annotations
 
 import gc
-import json
 import os
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -39,8 +38,8 @@ class World:
     group: dist.ProcessGroup | None
 
     @classmethod
-    def join(cls) -> World:
-        """Join the ranks that a launcher started, as RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say."""
+    def join(cls, rendezvous: str = "env://") -> World:
+        """Join the ranks that a launcher started, as RANK and WORLD_SIZE say, where torch's ``init_method`` says."""
         env = os.environ
         rank, size = int(env.get("RANK", "0")), int(env.get("WORLD_SIZE", "1"))
         local, here = int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", size))
@@ -51,7 +50,10 @@ class World:
             torch.cuda.set_device(device)
         if size == 1:
             return cls(0, 1, device, None)
-        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+        backend = "nccl" if cuda else "gloo"
+        dist.init_process_group(
+            backend, init_method=rendezvous, rank=rank, world_size=size, device_id=device if cuda else None
+        )
         return cls(rank, size, device, dist.new_group(backend="gloo"))
 
     def gather(self, value: T) -> list[T]:
@@ -102,6 +104,21 @@ def paired(contenders: Sequence[Contender], rounds: int, world: World) -> list[l
     return [[max(t) for t in zip(*ranks, strict=True)] for ranks in zip(*everyone, strict=True)]
 
 
+@contextmanager
+def memory_limit(device: torch.device, gib: float) -> Iterator[None]:
+    """Let this rank allocate no more inside; on a GPU. Building a contender is not limited."""
+    if device.type != "cuda":
+        yield
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
 def ratio(of: Sequence[float], to: Sequence[float]) -> float:
     """How many times as fast ``of`` is as ``to``, given the times of both in the same rounds."""
     return statistics.median(b / a for a, b in zip(of, to, strict=True))
@@ -133,43 +150,3 @@ class Wire(TorchDispatchMode):
 
 def _tensor_bytes(tree: Any) -> int:
     return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(tree) if torch.is_tensor(leaf))
-
-
-@dataclass
-class Row:
-    """What is known of one contender.
-
-    Attributes:
-        ms: median time of a step, on the slowest rank.
-        ratio_to_megatron: how many times as fast as the megatron schedule; None when that did not run.
-        bytes: handed to collectives in a step by one rank; see :class:`Wire` for gathers.
-        collectives: how many those were.
-        layer_bytes: of ``bytes``, those of the layers' own all-reduces, without embedding and gradient sums.
-        peak_memory_bytes: of parameters, gradients and activations in a step, on the fullest rank.
-        rounds_ms: the time of each round; those of one round can be compared across rows.
-    """
-
-    name: str
-    what: str
-    ms: float
-    ratio_to_megatron: float | None
-    bytes: int
-    collectives: int
-    layer_bytes: int | None
-    peak_memory_bytes: int
-    rounds_ms: list[float]
-
-
-def print_table(rows: Sequence[Row]) -> None:
-    """Print the rows, one line each."""
-    widest = max(len(row.name) for row in rows)
-    print(f"{'':{widest}}  median ms  × megatron  MB sent  collectives  peak MB")
-    for row in rows:
-        speed = "–" if row.ratio_to_megatron is None else f"{row.ratio_to_megatron:.2f}"
-        counts = f"{row.bytes / 1e6:7.1f}  {row.collectives:11}  {row.peak_memory_bytes / 1e6:7.1f}"
-        print(f"{row.name:{widest}}  {row.ms:9.1f}  {speed:>10}  {counts}  {row.what}")
-
-
-def write_json(rows: Sequence[Row], file: Path) -> None:
-    """Write the rows as a list of objects."""
-    file.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
