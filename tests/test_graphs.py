@@ -14,7 +14,8 @@ from oases_hf.models.converted import Converted
 from oases_hf.plan import SCHEDULE_NAMES, ScheduleName
 from oases_hf.runtime.graphs import KEPT, WARM
 
-from .parallel import full_gradients, parallel
+from .families import FAMILIES
+from .parallel import full_gradients, one_step, parallel
 from .parity import assert_gradients, float64_math
 from .ranks import Worlds
 from .reference import gradients
@@ -189,6 +190,34 @@ def frozen_later() -> None:
 @pytest.mark.parametrize("change", [a_loss_of_ones_own, loaded_weights, frozen_later])
 def test_changes_between_steps(ranks: Worlds, change: Callable[[], None]) -> None:
     ranks(2).run(change)
+
+
+def masks_as_without_recordings(name: str, attn: str, schedule: ScheduleName) -> None:
+    """Gradients with dropout, of the same forwards, recorded and not; whoever else draws is not disturbed."""
+    family, found, recorder = FAMILIES[name], [], Recorder()
+    for recording in (True, False):
+        torch.manual_seed(7)
+        model: Any = family.model(attn=attn, dropout=0.3).train()
+        with mock.patch.object(converting, "cuda_recorder", return_value=recorder if recording else None):
+            state = parallel(model, 2, schedule)
+        steps = []
+        for seed in range(WARM + 3):
+            before = torch.get_rng_state()
+            one_step(model, [family.batch(ROWS, SEQ, padding="right", seed=seed)])
+            assert torch.equal(torch.get_rng_state(), before)
+            steps.append(full_gradients(model))
+        assert not state.stack._said
+        found.append(steps)
+    assert recorder.replays == 2 * 3
+    for ours, wanted in zip(*found, strict=True):
+        assert_gradients(ours, wanted, relative=1e-12)
+    assert any(not torch.equal(found[0][-1][name], found[0][-2][name]) for name in found[0][-1])
+
+
+@pytest.mark.parametrize("schedule", ["oases", "wang", "megatron"])
+@pytest.mark.parametrize(("name", "attn"), [("gpt2", "sdpa"), ("bert", "eager"), ("llama", "sdpa")])
+def test_dropout(ranks: Worlds, name: str, attn: str, schedule: ScheduleName) -> None:
+    ranks(2).run(masks_as_without_recordings, name, attn, schedule)
 
 
 def many_lengths() -> tuple[int, int]:

@@ -151,7 +151,7 @@ class SharedDropout(nn.Dropout):
         """``x`` with the next mask of the group."""
         if not self.training or self.p == 0.0:
             return x
-        with seeded(self.link.next_seed(), x.device):
+        with seeded(self.link.next_seed(), x.device, self.link.outside):
             return F.dropout(x.contiguous(), self.p)  # on GPUs the mask depends on strides, which stand-ins lack
 
     def forward(self, input: Tensor) -> Tensor:

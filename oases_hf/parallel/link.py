@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .actions import Outside, at_once
 from .autograd import apply
 from .mesh import Axis
-from .rng import DropoutSeeds, seed_of
+from .rng import DropoutSeeds, Seed, seed_of
 from .sharding import Span
 
 if TYPE_CHECKING:
@@ -36,8 +38,9 @@ class Link:
         captured: where row-parallel layers put their input instead of projecting it.
         put_off: where linear layers put the work of their weight gradients.
         unread: nobody reads what row-parallel layers return; they record it for backward only.
-        seed: what dropout masks that all ranks have in common are drawn from.
+        seed: what dropout masks that all ranks have in common are drawn from; asked when one is.
         draws: how many of these there were.
+        outside: does what is not computation.
     """
 
     axis: Axis
@@ -47,8 +50,9 @@ class Link:
     captured: list[Captured] | None = None
     put_off: list[Callable[[], None]] | None = None
     unread: bool = False
-    seed: str = ""
+    seed: Callable[[], str] = str
     draws: int = 0
+    outside: Outside = at_once
 
     @contextmanager
     def executing(
@@ -56,21 +60,26 @@ class Link:
         captured: list[Captured] | None = None,
         put_off: list[Callable[[], None]] | None = None,
         unread: bool = False,
-        seed: str = "",
+        seed: Callable[[], str] = str,
+        outside: Outside = at_once,
     ) -> Iterator[None]:
         """Let the executor own the collectives of the layers called inside; it draws masks from ``seed``."""
-        before = self.managed, self.captured, self.put_off, self.unread, self.seed, self.draws
+        before = self.managed, self.captured, self.put_off, self.unread, self.seed, self.draws, self.outside
         self.managed, self.captured, self.put_off, self.unread = True, captured, put_off, unread
-        self.seed, self.draws = seed, 0
+        self.seed, self.draws, self.outside = seed, 0, outside
         try:
             yield
         finally:
-            self.managed, self.captured, self.put_off, self.unread, self.seed, self.draws = before
+            self.managed, self.captured, self.put_off, self.unread, self.seed, self.draws, self.outside = before
 
-    def next_seed(self) -> int:
+    def next_seed(self) -> Seed:
         """The seed of the next mask; ranks that draw equally often get equal ones."""
         self.draws += 1
-        return seed_of(self.seed, self.draws)
+        return partial(_drawn, self.seed, self.draws)
+
+
+def _drawn(seed: Callable[[], str], number: int) -> int:
+    return seed_of(seed(), number)
 
 
 @dataclass
@@ -95,8 +104,8 @@ class Dropout:
         """Draw from ``base`` from here on."""
         self.base = base
         for link in self.blocks:
-            link.seed = f"{base}/plain/{self.world}/{link.axis.size}"
-        self.outside.seed = f"{self.blocks[0].seed}/outside"
+            link.seed = partial(str, f"{base}/plain/{self.world}/{link.axis.size}")
+        self.outside.seed = partial(str, f"{self.blocks[0].seed()}/outside")
         if self.executor is not None:
             self.executor.base = base
 

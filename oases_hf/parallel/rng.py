@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
+from .actions import Outside, at_once
+
+Seed = Callable[[], int]
+"""Asked when it is needed."""
 
 
 def seed_of(*parts: object) -> int:
@@ -45,12 +51,42 @@ class DropoutSeeds:
         return "/".join(map(str, (self.base, "world", self.world, forward, *where)))
 
 
+class _Drawing:
+    """Random numbers of a device from a seed of their own, for a time."""
+
+    def __init__(self, seed: Seed, device: torch.device) -> None:
+        self._seed = seed
+        self._generator = _generator(device)
+        self._before: Tensor | None = None
+
+    def begin(self) -> None:
+        """Draw from the seed from here on."""
+        self._before = self._generator.get_state()
+        self._generator.manual_seed(self._seed())
+
+    def end(self) -> None:
+        """Go on as if nothing had been drawn."""
+        if self._before is not None:
+            self._generator.set_state(self._before)
+            self._before = None
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """The global generator of a device."""
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
+
+
 @contextmanager
-def seeded(seed: int | None, device: torch.device) -> Iterator[None]:
-    """Draw random numbers inside from ``seed``, and put the global generators back; nothing when it is None."""
+def seeded(seed: Seed | None, device: torch.device, outside: Outside = at_once) -> Iterator[None]:
+    """Draw the random numbers of ``device`` inside from a seed, and put its generator back; nothing when it is None."""
     if seed is None:
         yield
         return
-    with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type="cuda"):
-        torch.manual_seed(seed)
+    drawing = _Drawing(seed, device)
+    outside(drawing.begin)
+    try:
         yield
+    except BaseException:
+        drawing.end()
+        raise
+    outside(drawing.end)

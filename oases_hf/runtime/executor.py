@@ -14,6 +14,7 @@ from typing import Any, assert_never
 import torch
 from torch import Tensor
 
+from ..parallel.actions import Outside, at_once
 from ..parallel.gradients import GradientSync
 from ..parallel.linear import Captured, PutOff
 from ..parallel.rng import DropoutSeeds, seeded
@@ -37,7 +38,7 @@ from ..schedule import (
 )
 from ..schedule.instructions import Reduced
 from .block import Autocast, Block, Graph, Inner, Rows
-from .flights import Flights, Outside, at_once
+from .flights import Flights
 from .watch import Wait, Watch, just_wait, unwatched
 
 Key = tuple[int, int]
@@ -52,11 +53,13 @@ class Run:
         rows: how rows are spread over blocks of different degrees.
         gradients: who completes gradients across replicas.
         seeds: of dropout, if any.
+        number: of the forward, which masks depend on.
         watch: makes a context for each instruction.
         wait: waits for a collective of a block.
-        outside: as :class:`Flights` has it.
+        outside: does what is not computation, at this point of the order.
 
     Attributes:
+        number: of the forward.
         reducing: instructions that reduce gradients do so.
     """
 
@@ -67,6 +70,7 @@ class Run:
         rows: Rows,
         gradients: GradientSync,
         seeds: DropoutSeeds | None = None,
+        number: int = 0,
         watch: Watch = unwatched,
         wait: Wait = just_wait,
         outside: Outside = at_once,
@@ -80,7 +84,7 @@ class Run:
         self._outside = outside
         self._flights = Flights(wait, outside)
         self.reducing = True
-        self._number = seeds.next_forward() if seeds else 0
+        self.number = number
         self._sub_batches = ready.schedule.sub_batches
         self._autocast = Autocast("cpu", False, torch.bfloat16, True)
         self._hidden: dict[Key, Tensor] = {}
@@ -226,15 +230,23 @@ class Run:
     ) -> Iterator[None]:
         """The state in which a block computes: the same in recompute as in forward."""
         with ExitStack() as stack:
-            own, shared, link = None, "", self._blocks[key[0]].link
-            if self._seeds is not None:
-                own = self._seeds.own(self._number, *key, piece)
-                shared = self._seeds.shared(self._number, *key, piece, link.replica)
-            stack.enter_context(link.executing(captured, self._put_off.get(key), unread, shared))
-            stack.enter_context(seeded(own, device))
+            link = self._blocks[key[0]].link
+            shared = partial(self._shared_seed, *key, piece, link.replica)
+            stack.enter_context(link.executing(captured, self._put_off.get(key), unread, shared, self._outside))
+            own = None if self._seeds is None else partial(self._own_seed, *key, piece)
+            stack.enter_context(seeded(own, device, self._outside))
             if recompute:
                 stack.enter_context(self._autocast.again())
             yield
+
+    def _own_seed(self, *where: int) -> int:
+        """Of masks that differ between ranks, in this forward."""
+        assert self._seeds is not None
+        return self._seeds.own(self.number, *where)
+
+    def _shared_seed(self, *where: int) -> str:
+        """What seeds of masks that are alike begin with, in this forward."""
+        return "" if self._seeds is None else self._seeds.shared(self.number, *where)
 
     def _start(self, collective: Collective) -> None:
         if collective.moves_rows:

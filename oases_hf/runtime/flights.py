@@ -7,17 +7,10 @@ from functools import partial
 
 from torch import Tensor
 
+from ..parallel.actions import Outside
 from ..parallel.mesh import Pending
 from ..schedule import Collective
 from .watch import Wait
-
-Outside = Callable[..., None]
-"""Called with an action, and the tensors it is on."""
-
-
-def at_once(action: Callable[..., None], *tensors: Tensor) -> None:
-    """Do it."""
-    action(*tensors)
 
 
 class Flights:
@@ -25,7 +18,7 @@ class Flights:
 
     Args:
         wait: waits for a collective.
-        outside: handed everything that is not computation on the current stream, to do it at this point of the order.
+        outside: does actions, at this point of the order.
     """
 
     def __init__(self, wait: Wait, outside: Outside) -> None:

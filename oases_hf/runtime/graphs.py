@@ -12,20 +12,22 @@ from __future__ import annotations
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..schedule import Instruction, Ready, ReduceGrads
+from ..parallel.actions import Outside, at_once
+from ..schedule import Instruction, ReduceGrads
 from .block import Autocast
+from .call import Call
 from .executor import Run
-from .flights import Outside, at_once
 from .recorder import Recorder, Steps
 
-Contexts = Sequence[Mapping[str, Any]]
+Make = Callable[[Call, Outside], Run]
+"""Makes a run of a call, and says what does all that is not computation."""
 
 WARM = 2
 """Forwards of a kind that run without a recording: libraries set themselves up, and what comes once is not recorded."""
@@ -86,8 +88,9 @@ class Replayed:
         waiting: the backward is still to come.
     """
 
-    def __init__(self, recording: Recording, inputs: Sequence[Tensor], attach: Callable[[], None]) -> None:
+    def __init__(self, recording: Recording, inputs: Sequence[Tensor], number: int, attach: Callable[[], None]) -> None:
         self._recording, self._attach = recording, attach
+        recording.run.number = number
         self.waiting = True
         for own, given in zip(recording.inputs, inputs, strict=True):
             own.copy_(given)
@@ -137,38 +140,29 @@ class Graphs:
         if self._recordings:
             self._buffers.attach(p for p in self._parameters if p.requires_grad)
 
-    def run(
-        self,
-        hidden: Tensor,
-        contexts: Contexts,
-        ready: Ready,
-        make: Callable[[Contexts, Outside], Run],
-        say: Callable[[str], None],
-    ) -> Run | Replayed:
-        """What runs the forward of ``hidden``, ``[B, S, H]``, and its backward: a recording, or a new run.
+    def run(self, call: Call, make: Make, say: Callable[[str], None]) -> Run | Replayed:
+        """What runs the forward of ``call``, and its backward: a recording, or a new run.
 
         Args:
-            hidden: the input.
-            contexts: what each layer is called with.
-            ready: the schedule.
-            make: makes a run on such contexts, and what it does beside computing.
+            call: of a schedule with a backward.
+            make: makes runs.
             say: tells the user something, once.
         """
-        inputs = _tensors([hidden, contexts])
-        key = (id(ready), _key([hidden, contexts], {}), self._addresses(), Autocast.of(hidden.device.type))
+        inputs = _tensors([call.hidden, call.contexts])
+        key = (id(call.ready), call.training, _key([call.hidden, call.contexts], {}), self._state(call.hidden.device))
         if key not in self._recordings:
             self._seen[key] += 1
             if self._seen[key] <= WARM:
-                return make(contexts, at_once)
-            self._keep(key, self._record(inputs, contexts, ready, make, say))
+                return make(call, at_once)
+            self._keep(key, self._record(inputs, call, make, say))
         self._recordings.move_to_end(key)
         recording, last = self._recordings[key], self._last()
         if recording is None:
-            return make(contexts, at_once)
+            return make(call, at_once)
         if last is not None and last.waiting:
             say("a forward came before the backward of the one before: its kernels are launched one by one")
-            return make(contexts, at_once)
-        replayed = Replayed(recording, inputs, self.attach)
+            return make(call, at_once)
+        replayed = Replayed(recording, inputs, call.number, self.attach)
         self._last = weakref.ref(replayed)
         return replayed
 
@@ -178,22 +172,15 @@ class Graphs:
             old, _ = self._recordings.popitem(last=False)
             del self._seen[old]
 
-    def _addresses(self) -> Hashable:
-        """Where the parameters are, and which of them train."""
-        return tuple((p.data_ptr(), p.requires_grad) for p in self._parameters)
+    def _state(self, device: torch.device) -> Hashable:
+        """Where the parameters are, which of them train, and what autocast does."""
+        return Autocast.of(device.type), tuple((p.data_ptr(), p.requires_grad) for p in self._parameters)
 
-    def _record(
-        self,
-        inputs: Sequence[Tensor],
-        contexts: Contexts,
-        ready: Ready,
-        make: Callable[[Contexts, Outside], Run],
-        say: Callable[[str], None],
-    ) -> Recording | None:
+    def _record(self, inputs: Sequence[Tensor], call: Call, make: Make, say: Callable[[str], None]) -> Recording | None:
         """Record a forward and its backward, before either runs; None where that fails."""
         grads = [p.grad for p in self._parameters]
         try:
-            return self._record_both(inputs, contexts, ready, make)
+            return self._record_both(inputs, call, make)
         except Exception as error:  # whatever a layer does that cannot be recorded: it can still be run
             say(f"no CUDA graph ({type(error).__name__}: {error}): kernels are launched one by one")
             return None
@@ -201,14 +188,13 @@ class Graphs:
             for parameter, grad in zip(self._parameters, grads, strict=True):
                 parameter.grad = grad
 
-    def _record_both(
-        self, inputs: Sequence[Tensor], contexts: Contexts, ready: Ready, make: Callable[[Contexts, Outside], Run]
-    ) -> Recording:
-        recorder = self._recorder(inputs[0].device)
+    def _record_both(self, inputs: Sequence[Tensor], call: Call, make: Make) -> Recording:
+        recorder = self._recorder(call.hidden.device)
         assert recorder is not None, "asked before"
         own = [tensor.detach().clone() for tensor in inputs]
         replaced = {id(given): mine for given, mine in zip(inputs, own, strict=True)}
-        run = make(_map(contexts, lambda tensor: replaced[id(tensor)]), recorder.outside)
+        contexts = _map(call.contexts, lambda tensor: replaced[id(tensor)])
+        run = make(replace(call, hidden=own[0], contexts=contexts), recorder.outside)
         self._buffers.attach(p for p in self._parameters if p.requires_grad)
 
         def forward() -> Tensor:
@@ -221,20 +207,20 @@ class Graphs:
         with torch.no_grad():
             output, forward_steps = recorder(forward)
             grad = torch.zeros_like(output)
-            input_grad, backward_steps = recorder(lambda: run.backward(grad, ready.early.backward))
+            input_grad, backward_steps = recorder(lambda: run.backward(grad, call.ready.early.backward))
         return Recording(own, output, grad, input_grad, forward_steps, backward_steps, run)
 
 
-def unrecordable(layers: Iterable[nn.Module], contexts: Contexts, device: torch.device) -> str | None:
-    """What keeps a call of ``layers`` from being recorded; None when nothing does."""
+def unrecordable(call: Call) -> str | None:
+    """What keeps a call from being recorded; None when nothing does."""
     if torch.is_anomaly_enabled() or torch._C._len_torch_dispatch_stack():
         return "somebody watches operators"
-    if any(_hooked(module) for layer in layers for module in layer.modules()):
+    if any(_hooked(module) for layer in call.layers for module in layer.modules()):
         return "hooks inside a layer"
-    for name, value in (item for context in contexts for item in context.items()):
+    for name, value in (item for context in call.contexts for item in context.items()):
         for leaf in _leaves(value):
             if torch.is_tensor(leaf):
-                if leaf.device != device or leaf.requires_grad:
+                if leaf.device != call.hidden.device or leaf.requires_grad:
                     return f"{name}, a tensor on {leaf.device}{' that requires a gradient' * leaf.requires_grad}"
             elif leaf is not None and not isinstance(leaf, bool | int | float | str):
                 return f"{name} of type {type(leaf).__name__}"

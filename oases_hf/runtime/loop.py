@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from .stack import Call, Stack
+from .stack import Arguments, Stack
 
 
 @dataclass
@@ -22,7 +22,7 @@ class _Loop:
 
     stack: Stack
     layers: list[nn.Module]
-    calls: list[Call] = field(default_factory=list)
+    calls: list[Arguments] = field(default_factory=list)
 
     def call(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Stand in for the next layer."""

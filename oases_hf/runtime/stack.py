@@ -19,14 +19,15 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UnsupportedModelError
+from ..parallel.actions import Outside, at_once
 from ..parallel.gradients import GradientSync
 from ..parallel.link import Link
 from ..parallel.mesh import Mesh
 from ..parallel.rng import DropoutSeeds, seed_of, seeded
 from ..schedule import Instruction, Ready, Step, plan_step
 from .block import Block, Rows
+from .call import Call
 from .executor import Run
-from .flights import Outside, at_once
 from .graphs import Graphs, Replayed, unrecordable
 from .node import run_recorded
 from .splitting import Context, Share, parts_of, unsplittable
@@ -34,7 +35,7 @@ from .watch import Wait, Watch, just_wait, unwatched
 
 log = logging.getLogger(__name__)
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Stack:
         self.training = module.training
         if self.training and self.seeds is not None:
             # The executor seeds its blocks; layers one by one, and hooks, draw from this, alike in the TMP world.
-            seed = seed_of(self.seeds.shared(self.seeds.next_forward()))
+            seed = partial(seed_of, self.seeds.shared(self.seeds.next_forward()))
             self._drawing.enter_context(seeded(seed, next(module.parameters()).device))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -127,7 +128,7 @@ class Stack:
         self._drawing.close()
         self._inside = False
 
-    def run(self, layers: Sequence[nn.Module], hidden: Tensor, calls: Sequence[Call]) -> Tensor:
+    def run(self, layers: Sequence[nn.Module], hidden: Tensor, calls: Sequence[Arguments]) -> Tensor:
         """Run all layers on ``hidden``, ``[B, S, H]``, with the arguments that HF's loop gave each of them."""
         contexts = [{**dict(zip(self.positional, args, strict=False)), **kwargs} for args, kwargs in calls]
         if any(contexts[0].get(name) is not None for name in self.cache):
@@ -138,18 +139,18 @@ class Stack:
                 hidden = layer(hidden, *args, **kwargs)
             return hidden
         ready = self._ready(hidden, self._split_count(hidden, contexts))
-        make = partial(self._make, layers, ready, hidden.shape[0])
+        number = self.seeds.next_forward() if self.seeds is not None and self.training else 0
+        call = Call(layers, hidden, contexts, ready, self.training, number)
         if not ready.schedule.backward:
-            return make(contexts, at_once).forward(hidden)
-        run = self._passes(layers, hidden, contexts, ready, make)
+            return self._make(call, at_once).forward(hidden)
+        run = self._passes(call)
         self._live.add(run)
         return run_recorded(hidden, run, partial(self._backward_ops, ready), trainable=True)
 
-    def _make(
-        self, layers: Sequence[nn.Module], ready: Ready, batch: int, contexts: Sequence[Context], outside: Outside
-    ) -> Run:
-        """A run of ``layers`` that are called with ``contexts``."""
-        parts = [self._parts(context, batch, ready.schedule.sub_batches) for context in contexts]
+    def _make(self, call: Call, outside: Outside) -> Run:
+        """A run of its layers."""
+        ready = call.ready
+        parts = [self._parts(context, len(call.hidden), ready.schedule.sub_batches) for context in call.contexts]
         blocks = [
             Block(
                 f"{self.path}.{i}.{block.name}",
@@ -160,34 +161,23 @@ class Stack:
                 block.norm_of_sum,
             )
             for (i, layer, block), link, parameters in zip(
-                self._walk(layers), self.links, self.block_parameters, strict=True
+                self._walk(call.layers), self.links, self.block_parameters, strict=True
             )
         ]
-        seeds = self.seeds if self.training else None
-        return Run(blocks, ready, self._rows, self.gradients, seeds, self.watch, self.wait, outside)
+        seeds = self.seeds if call.training else None
+        return Run(blocks, ready, self._rows, self.gradients, seeds, call.number, self.watch, self.wait, outside)
 
-    def _passes(
-        self,
-        layers: Sequence[nn.Module],
-        hidden: Tensor,
-        contexts: Sequence[Context],
-        ready: Ready,
-        make: Callable[[Sequence[Context], Outside], Run],
-    ) -> Run | Replayed:
+    def _passes(self, call: Call) -> Run | Replayed:
         """A recording of such a forward and its backward where there can be one, or else a run."""
-        if self.graphs is None or not self.graphs.on(hidden.device) or self.watch is not unwatched:
-            return make(contexts, at_once)
-        why_not = self._unrecordable() or unrecordable(layers, contexts, hidden.device)
+        if self.graphs is None or not self.graphs.on(call.hidden.device) or self.watch is not unwatched:
+            return self._make(call, at_once)
+        why_not = unrecordable(call)
+        if self.gradients.eager:
+            why_not = "shard_optimizer='reduce' frees gradients"
         if why_not is not None:
             self._say(f"{why_not}: kernels are launched one by one, not as a CUDA graph")
-            return make(contexts, at_once)
-        return self.graphs.run(hidden, contexts, ready, make, self._say)
-
-    def _unrecordable(self) -> str | None:
-        """What of the model's settings keeps it from being recorded; None when nothing does."""
-        if self.seeds is not None and self.training:
-            return "dropout"
-        return "shard_optimizer='reduce' frees gradients" if self.gradients.eager else None
+            return self._make(call, at_once)
+        return self.graphs.run(call, self._make, self._say)
 
     def _walk(self, layers: Sequence[nn.Module]) -> Iterator[tuple[int, nn.Module, LayerBlock]]:
         for i, layer in enumerate(layers):
