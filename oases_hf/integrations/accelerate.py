@@ -88,8 +88,7 @@ class OasesPlugin(OasesConfig):
         if self.trace is None:
             return None
         steps = self.trace_steps or TRACED_STEPS
-        tracer = Tracer(Path(self.trace), steps, state.mesh.world.rank, device_of(accelerator), end_together())
-        return tracer
+        return Tracer(Path(self.trace), steps, state.mesh.world.rank, device_of(accelerator), end_together())
 
 
 def _check_same(config: OasesConfig, state: Converted) -> None:

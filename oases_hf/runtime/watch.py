@@ -15,6 +15,8 @@ from ..schedule import Instruction
 Watch = Callable[[Instruction], AbstractContextManager[None]]
 Wait = Callable[[Pending], object]
 _NOTHING = nullcontext()
+CYCLES_PER_S = 2e9
+"""Of a GPU's clock, about."""
 
 
 def unwatched(op: Instruction) -> AbstractContextManager[None]:
@@ -53,6 +55,11 @@ class Clock:
             return float(end - start) * 1e3
         end.synchronize()
         return float(start.elapsed_time(end))
+
+    def hold(self, seconds: float) -> None:
+        """Keep a GPU from beginning what it is given for so long, so that it is given much before it begins."""
+        if self._cuda:
+            torch.cuda._sleep(int(seconds * CYCLES_PER_S))
 
     def reuse(self, points: Iterable[Any]) -> None:
         """Take back points that nobody asks for any more."""
