@@ -27,14 +27,15 @@ from oases_hf import OasesCallback, OasesConfig
 from oases_hf.errors import ConfigError
 from oases_hf.integrations.planning import SPARE
 from oases_hf.models.converted import converted
+from oases_hf.runtime.graphs import WARM
 from scripts.bench.contenders import loaded_in_parallel
 from scripts.bench.llama import build
 from scripts.bench.rows import Recomputed, Row, in_a_word
 from scripts.bench.tasks import AUTO, Job, Task
 from scripts.bench.timing import World, memory_limit
 
-WARM_UP = 2
-"""Steps before those that are timed; the optimizer's state is made in the first."""
+WARM_UP = WARM + 2
+"""Steps before those that are timed; the optimizer's state is made in the first, recordings in a later one."""
 
 PEERS_OF_TRAINER = {"hf": "tensor parallelism", "fsdp": "FSDP2"}
 
