@@ -129,11 +129,12 @@ class Graphs:
         self._buffers = GradientBuffers()
         self._seen: Counter[Hashable] = Counter()
         self._recordings: OrderedDict[Hashable, Recording | None] = OrderedDict()
+        self._given_up = False
         self._last: Callable[[], Replayed | None] = lambda: None
 
     def on(self, device: torch.device) -> bool:
         """Whether there can be recordings on ``device``."""
-        return self._recorder(device) is not None
+        return not self._given_up and self._recorder(device) is not None
 
     def attach(self) -> None:
         """Let gradients live where recordings add to them, if there are any."""
@@ -183,6 +184,8 @@ class Graphs:
             return self._record_both(inputs, call, make)
         except Exception as error:  # whatever a layer does that cannot be recorded: it can still be run
             say(f"no CUDA graph ({type(error).__name__}: {error}): kernels are launched one by one")
+            self._given_up = True
+            self._recordings.clear()
             return None
         finally:
             for parameter, grad in zip(self._parameters, grads, strict=True):

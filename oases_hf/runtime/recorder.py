@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -33,6 +34,8 @@ class CudaRecorder:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device.index
+        self._generator = torch.cuda.default_generators[self._device]
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
         self._steps: list[Callable[[], None]] = []
@@ -42,15 +45,15 @@ class CudaRecorder:
         """Record ``work``; threads of data loaders and of NCCL may go on meanwhile."""
         torch.cuda.synchronize()
         self._steps = []
-        with torch.cuda.stream(self._stream):
-            self._begin()
+        sound = self._generator.clone_state()
+        with _nothing_collected(), torch.cuda.stream(self._stream):
             try:
+                self._begin()
                 result = work()
-            except Exception:
-                with suppress(RuntimeError):  # that what is recorded is no graph any more says nothing of why
-                    self._graph.capture_end()
+                self._end()
+            except BaseException:
+                self._abandon(sound)
                 raise
-            self._end()
         return result, self._steps
 
     def outside(self, action: Callable[..., None], *tensors: Tensor) -> None:
@@ -58,6 +61,14 @@ class CudaRecorder:
         self._end()
         self._steps.append(partial(action, *map(_unowned, tensors)))
         self._begin()
+
+    def _abandon(self, sound: torch.Generator) -> None:
+        """Leave the device as if nothing had been recorded."""
+        with suppress(RuntimeError):  # that what was recorded is no graph says nothing of why
+            self._graph.capture_end()
+        with suppress(RuntimeError):  # there, torch stops before it ends this, and tells the generator
+            torch._C._cuda_endAllocateToPool(self._device, self._pool)
+        self._generator.graphsafe_set_state(sound)
 
     def _begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -68,6 +79,19 @@ class CudaRecorder:
             warnings.filterwarnings("ignore", "The CUDA Graph is empty")
             self._graph.capture_end()
         self._steps.append(self._graph.replay)
+
+
+@contextmanager
+def _nothing_collected() -> Iterator[None]:
+    """Let no garbage be collected inside: to free what is of a GPU ends the recording of a graph."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def cuda_recorder(device: torch.device) -> CudaRecorder | None:
