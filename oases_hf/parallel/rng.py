@@ -51,6 +51,29 @@ class DropoutSeeds:
         return "/".join(map(str, (self.base, "world", self.world, forward, *where)))
 
 
+@dataclass
+class Masks:
+    """The seeds of one forward's masks; asked when they are needed, since a recorded forward becomes others later.
+
+    Attributes:
+        seeds: None where there is no dropout.
+        number: of the forward.
+    """
+
+    seeds: DropoutSeeds | None = None
+    number: int = 0
+
+    def own(self, *where: int) -> Seed | None:
+        """Of masks that differ between ranks."""
+        seeds = self.seeds
+        return None if seeds is None else lambda: seeds.own(self.number, *where)
+
+    def shared(self, *where: int) -> Callable[[], str]:
+        """What seeds of masks that are alike begin with."""
+        seeds = self.seeds
+        return str if seeds is None else lambda: seeds.shared(self.number, *where)
+
+
 class _Drawing:
     """Random numbers of a device from a seed of their own, for a time."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..parallel.actions import Outside, at_once
 from ..parallel.gradients import GradientSync
 from ..parallel.linear import Captured, PutOff
-from ..parallel.rng import DropoutSeeds, seeded
+from ..parallel.rng import Masks, seeded
 from ..schedule import (
     Backward,
     BackwardInput,
@@ -52,14 +52,13 @@ class Run:
         ready: the schedule.
         rows: how rows are spread over blocks of different degrees.
         gradients: who completes gradients across replicas.
-        seeds: of dropout, if any.
-        number: of the forward, which masks depend on.
+        masks: the seeds of dropout.
         watch: makes a context for each instruction.
         wait: waits for a collective of a block.
         outside: does what is not computation, at this point of the order.
 
     Attributes:
-        number: of the forward.
+        masks: likewise; a recording draws anew at each replay.
         reducing: instructions that reduce gradients do so.
     """
 
@@ -69,8 +68,7 @@ class Run:
         ready: Ready,
         rows: Rows,
         gradients: GradientSync,
-        seeds: DropoutSeeds | None = None,
-        number: int = 0,
+        masks: Masks,
         watch: Watch = unwatched,
         wait: Wait = just_wait,
         outside: Outside = at_once,
@@ -79,12 +77,11 @@ class Run:
         self._ready = ready
         self._rows = rows
         self._gradients = gradients
-        self._seeds = seeds
         self._watch = watch
         self._outside = outside
         self._flights = Flights(wait, outside)
         self.reducing = True
-        self.number = number
+        self.masks = masks
         self._sub_batches = ready.schedule.sub_batches
         self._autocast = Autocast("cpu", False, torch.bfloat16, True)
         self._hidden: dict[Key, Tensor] = {}
@@ -231,22 +228,12 @@ class Run:
         """The state in which a block computes: the same in recompute as in forward."""
         with ExitStack() as stack:
             link = self._blocks[key[0]].link
-            shared = partial(self._shared_seed, *key, piece, link.replica)
+            shared = self.masks.shared(*key, piece, link.replica)
             stack.enter_context(link.executing(captured, self._put_off.get(key), unread, shared, self._outside))
-            own = None if self._seeds is None else partial(self._own_seed, *key, piece)
-            stack.enter_context(seeded(own, device, self._outside))
+            stack.enter_context(seeded(self.masks.own(*key, piece), device, self._outside))
             if recompute:
                 stack.enter_context(self._autocast.again())
             yield
-
-    def _own_seed(self, *where: int) -> int:
-        """Of masks that differ between ranks, in this forward."""
-        assert self._seeds is not None
-        return self._seeds.own(self.number, *where)
-
-    def _shared_seed(self, *where: int) -> str:
-        """What seeds of masks that are alike begin with, in this forward."""
-        return "" if self._seeds is None else self._seeds.shared(self.number, *where)
 
     def _start(self, collective: Collective) -> None:
         if collective.moves_rows:

@@ -90,7 +90,7 @@ class Replayed:
 
     def __init__(self, recording: Recording, inputs: Sequence[Tensor], number: int, attach: Callable[[], None]) -> None:
         self._recording, self._attach = recording, attach
-        recording.run.number = number
+        recording.run.masks.number = number
         self.waiting = True
         for own, given in zip(recording.inputs, inputs, strict=True):
             own.copy_(given)

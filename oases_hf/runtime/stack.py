@@ -23,7 +23,7 @@ from ..parallel.actions import Outside, at_once
 from ..parallel.gradients import GradientSync
 from ..parallel.link import Link
 from ..parallel.mesh import Mesh
-from ..parallel.rng import DropoutSeeds, seed_of, seeded
+from ..parallel.rng import DropoutSeeds, Masks, seed_of, seeded
 from ..schedule import Instruction, Ready, Step, plan_step
 from .block import Block, Rows
 from .call import Call
@@ -164,8 +164,8 @@ class Stack:
                 self._walk(call.layers), self.links, self.block_parameters, strict=True
             )
         ]
-        seeds = self.seeds if call.training else None
-        return Run(blocks, ready, self._rows, self.gradients, seeds, call.number, self.watch, self.wait, outside)
+        masks = Masks(self.seeds if call.training else None, call.number)
+        return Run(blocks, ready, self._rows, self.gradients, masks, self.watch, self.wait, outside)
 
     def _passes(self, call: Call) -> Run | Replayed:
         """A recording of such a forward and its backward where there can be one, or else a run."""
