@@ -40,9 +40,11 @@ class Recorded(TorchDispatchMode):
         return result
 
     def undo(self) -> None:
-        """Put back what was there before."""
+        """Put back what was there before, and spoil what was made: on a GPU it has no value yet."""
         for tensor, was in self._before.values():
             _whole(tensor).copy_(was)
+        for tensor in self._made.values():
+            _whole(tensor).fill_(255)  # NaN in every type of floating point
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -18,7 +18,7 @@ from .families import FAMILIES
 from .parallel import full_gradients, one_step, parallel
 from .parity import assert_gradients, float64_math
 from .ranks import Worlds
-from .reference import gradients
+from .reference import gradients, loss_of
 from .replaying import Recorder
 from .tiny import batch, tiny_llama
 
@@ -83,6 +83,28 @@ def steps_as_in_one_process(schedule: ScheduleName, sub_batches: int, defer: boo
 def test_gradients(ranks: Worlds, schedule: ScheduleName, sub_batches: int, defer: bool, mixed: bool) -> None:
     """Zeroed or set to None between steps, one micro-batch or several."""
     ranks(2).run(steps_as_in_one_process, schedule, sub_batches, defer, mixed)
+
+
+def new_batches_each_step(name: str, degrees: list[int]) -> None:
+    """What is made of masks and positions before blocks run, such as rows that are filled up, is of each batch anew."""
+    recorder, family = Recorder(), FAMILIES[name]
+    model, whole = (cast(Any, family.model()).train() for _ in range(2))
+    with mock.patch.object(converting, "cuda_recorder", return_value=recorder):
+        parallel(model, 2, degrees=degrees)
+    for seed in range(WARM + 3):
+        data = family.batch(5, SEQ, padding="right" if name == "bert" else "left", seed=seed)
+        one_step(model, [data])
+        whole.zero_grad()
+        with float64_math():
+            loss_of(whole, data).backward()
+        assert_gradients(full_gradients(model), gradients(whole))
+    assert recorder.replays == 2 * 3
+
+
+@pytest.mark.parametrize("degrees", [[1, 2, 1, 2], [1, 1, 1, 1], [2, 2, 2, 2]])
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_inputs_are_of_the_batch(ranks: Worlds, name: str, degrees: list[int]) -> None:
+    ranks(2).run(new_batches_each_step, name, degrees)
 
 
 def counted() -> list[tuple[int, int]]:
@@ -187,7 +209,64 @@ def frozen_later() -> None:
     assert recorder.recordings == 4
 
 
-@pytest.mark.parametrize("change", [a_loss_of_ones_own, loaded_weights, frozen_later])
+def gradients_moved() -> None:
+    """The memory of a gradient is exchanged under its tensor, in the middle of a step."""
+    model, state, _ = warmed(2)
+    model.zero_grad()
+    state.gradients.reopen()
+    backward(model, 3)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data = parameter.grad.data.clone()
+    state.gradients.reopen()
+    backward(model, 4)
+    with float64_math():
+        state.gradients.finish()
+    assert_gradients(full_gradients(model), expected(3, 4))
+
+
+def attentions_asked_for() -> None:
+    """HF's hooks that capture stay on the layers, and are no reason to stop."""
+    model, state, recorder = warmed(2)
+    with torch.no_grad():
+        model(**batch(ROWS, SEQ, padded=True), output_hidden_states=True)
+    step(model, state, 3)
+    assert_gradients(full_gradients(model), expected(3))
+    assert recorder.replays == 4
+
+
+def a_number_that_changes() -> None:
+    """What is of the loss does not make calls differ."""
+    model, _, recorder = recorded(2)
+    for number in range(WARM + 2):
+        model.zero_grad()
+        with float64_math():
+            model(**batch(ROWS, SEQ, padded=True), num_items_in_batch=10 + number).loss.backward()
+    assert recorder.replays == 4
+
+
+def nothing_is_held() -> None:
+    """No step's graph hangs on those before."""
+    model, state, _ = warmed(2)
+    graphs = state.stack.graphs
+    assert graphs is not None
+    (recording,) = graphs._recordings.values()
+    step(model, state, 3)
+    assert all(tensor.grad_fn is None for tensor in recording.inputs)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        a_loss_of_ones_own,
+        loaded_weights,
+        frozen_later,
+        gradients_moved,
+        attentions_asked_for,
+        a_number_that_changes,
+        nothing_is_held,
+    ],
+)
 def test_changes_between_steps(ranks: Worlds, change: Callable[[], None]) -> None:
     ranks(2).run(change)
 
@@ -218,6 +297,49 @@ def masks_as_without_recordings(name: str, attn: str, schedule: ScheduleName) ->
 @pytest.mark.parametrize(("name", "attn"), [("gpt2", "sdpa"), ("bert", "eager"), ("llama", "sdpa")])
 def test_dropout(ranks: Worlds, name: str, attn: str, schedule: ScheduleName) -> None:
     ranks(2).run(masks_as_without_recordings, name, attn, schedule)
+
+
+def a_failure_under_autocast() -> list[float]:
+    """The step whose recording fails runs like any other: autocast has kept no cast that was never computed."""
+    model, state, recorder = recorded(2)
+    model.float()
+    graphs, losses = state.stack.graphs, []
+    assert graphs is not None
+    own = graphs._record_both
+
+    def failing(*args: Any) -> Any:
+        own(*args)
+        raise RuntimeError("out of memory")
+
+    graphs._record_both = failing  # type: ignore[method-assign, assignment]
+    for _ in range(WARM + 2):
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**batch(ROWS, SEQ, padded=True)).loss
+        loss.backward()
+        losses.append(float(loss))
+    assert recorder.replays == 0
+    return losses
+
+
+def test_a_failed_recording_leaves_nothing_behind(ranks: Worlds) -> None:
+    for losses in ranks(2).run(a_failure_under_autocast):
+        assert len(set(losses)) == 1
+
+
+def shapes_that_come_and_go() -> tuple[int, list[str]]:
+    model, state, recorder = recorded(2)
+    for seq in (*range(4, 4 + 2 * KEPT + 4), 5):
+        for seed in range(WARM + 1):
+            step(model, state, seed, seq=seq)
+    assert_gradients(full_gradients(model), expected(WARM, seq=5))
+    return recorder.recordings, sorted(state.stack._said)
+
+
+def test_too_many_shapes_are_not_recorded(ranks: Worlds) -> None:
+    for recordings, said in ranks(2).run(shapes_that_come_and_go):
+        assert recordings == 2 * 2 * KEPT
+        assert "pad_to_multiple_of" in said[0]
 
 
 def many_lengths() -> tuple[int, int]:
@@ -259,7 +381,7 @@ def not_recorded(spoil: str) -> tuple[int, list[str]]:
     [
         ("hook", 0, "hooks inside a layer: kernels are launched one by one, not as a CUDA graph"),
         ("gradient hook", 0, "hooks inside a layer: kernels are launched one by one, not as a CUDA graph"),
-        ("failure", 4, "no CUDA graph (RuntimeError: operation not permitted when stream is capturing): kernels are "),
+        ("failure", 4, "no CUDA graphs (RuntimeError: operation not permitted when stream is capturing): kernels are "),
     ],
 )
 def test_what_cannot_be_recorded_runs_kernel_by_kernel(

@@ -58,7 +58,7 @@ class Metrics:
         operations: of the model as it is trained now.
         ranks: that share a batch, and its tokens and operations.
         peak_tflops: of the device in what is computed in; None where that is not known.
-        peak_memory: reads the most bytes that were allocated since it was called last; None where nobody counts.
+        peak_memory: reads the most bytes that were held since it was called last; None where nobody counts.
     """
 
     meter: Meter
@@ -75,7 +75,7 @@ class Metrics:
         * ``mfu_percent``: of the device's peak; left out where that is not known.
         * ``exposed_communication_percent``: of the first step since, the time in which computation waited for
           collectives of blocks; left out when none was waited for.
-        * ``peak_memory_gib``: the most that was allocated on this rank's GPU.
+        * ``peak_memory_gib``: the most that torch held of this rank's GPU.
 
         Time of evaluation and of saving does not count.
         """
@@ -101,12 +101,12 @@ class Metrics:
 
 
 def peak_memory_of(device: torch.device) -> Callable[[], int] | None:
-    """What reads the most bytes allocated on ``device`` since the last time; None on a CPU."""
+    """What reads the most bytes that torch held of ``device`` since the last time; None on a CPU."""
     if device.type != "cuda":
         return None
 
     def read() -> int:
-        peak = torch.cuda.max_memory_allocated(device)
+        peak = torch.cuda.max_memory_reserved(device)  # what recordings use is not allocated again at each replay
         torch.cuda.reset_peak_memory_stats(device)
         return peak
 

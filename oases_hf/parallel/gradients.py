@@ -99,6 +99,10 @@ class GradientSync:
         """The ranks that hold the same part of a parameter and work on other rows."""
         return self.mesh.axis(self.mesh.world.size, self.mesh.tmp.size // layout.replicas)
 
+    def several_hold(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Whether other ranks hold some of ``parameters`` and work on other rows."""
+        return any(self.replicas(self.layouts[parameter]).size > 1 for parameter in parameters)
+
     def _start_all(self, parameters: Iterable[nn.Parameter], owned_only: bool) -> None:
         owned = []
         for parameter in parameters:

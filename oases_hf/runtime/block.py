@@ -132,14 +132,12 @@ class Autocast:
     device: str
     enabled: bool
     dtype: torch.dtype
-    cache: bool
 
     @classmethod
     def of(cls, device: str) -> Autocast:
         """The state now."""
-        enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        return cls(device, enabled, dtype, torch.is_autocast_cache_enabled())
+        return cls(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
 
     def again(self) -> torch.autocast:
-        """A context in which that state holds."""
-        return torch.autocast(self.device, self.dtype, self.enabled, self.cache)
+        """A context in which that state holds; casts of weights, of which each is used once, are not kept."""
+        return torch.autocast(self.device, self.dtype, self.enabled, cache_enabled=False)

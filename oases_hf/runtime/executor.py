@@ -83,7 +83,7 @@ class Run:
         self.reducing = True
         self.masks = masks
         self._sub_batches = ready.schedule.sub_batches
-        self._autocast = Autocast("cpu", False, torch.bfloat16, True)
+        self._autocast = Autocast("cpu", False, torch.bfloat16)
         self._hidden: dict[Key, Tensor] = {}
         self._inputs: dict[Key, Tensor] = {}
         self._joins: dict[Key, Tensor] = {}
@@ -148,7 +148,8 @@ class Run:
                 while put_off:  # emptied: what is put off refers to the graph, and the graph to the list
                     put_off.pop(0)()
             case ReduceGrads(block):
-                self._outside(partial(self._reduce, block))
+                if self._gradients.several_hold(self._blocks[block].parameters):
+                    self._outside(partial(self._reduce, block))
             case _:
                 assert_never(op)
 

@@ -44,6 +44,7 @@ class CudaRecorder:
     def __call__(self, work: Callable[[], T]) -> tuple[T, Steps]:
         """Record ``work``; threads of data loaders and of NCCL may go on meanwhile."""
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # what is cached cannot be given back while recording
         self._steps = []
         sound = self._generator.clone_state()
         with _nothing_collected(), torch.cuda.stream(self._stream):
@@ -68,17 +69,20 @@ class CudaRecorder:
             self._graph.capture_end()
         with suppress(RuntimeError):  # there, torch stops before it ends this, and tells the generator
             torch._C._cuda_endAllocateToPool(self._device, self._pool)
+            torch._C._cuda_releasePool(self._device, self._pool)
         self._generator.graphsafe_set_state(sound)
+        self._steps, self._graph = [], torch.cuda.CUDAGraph()
 
     def _begin(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
         self._graph.capture_begin(self._pool, capture_error_mode="thread_local")
 
     def _end(self) -> None:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
             self._graph.capture_end()
-        self._steps.append(self._graph.replay)
+        if not any("graph is empty" in str(warning.message).lower() for warning in said):
+            self._steps.append(self._graph.replay)
 
 
 @contextmanager

@@ -28,12 +28,16 @@ from ..schedule import Instruction, Ready, Step, plan_step
 from .block import Block, Rows
 from .call import Call
 from .executor import Run
-from .graphs import Graphs, Replayed, unrecordable
+from .graphs import Graphs, Replayed
 from .node import run_recorded
+from .signature import is_hooked, unrecordable
 from .splitting import Context, Share, parts_of, unsplittable
 from .watch import Wait, Watch, just_wait, unwatched
 
 log = logging.getLogger(__name__)
+
+OF_LOSS = "num_items_in_batch"
+"""What HF hands down to layers, though it is of the loss; it changes at every batch."""
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -111,7 +115,7 @@ class Stack:
         capturing = any(_wants(module, kwargs, what) for what in ("output_hidden_states", "output_attentions"))
         if capturing:
             self._say("hidden states or attentions are asked for: layers run one by one, without overlap")
-        hooked = any(_is_hooked(layer) for layer in self.layers())
+        hooked = any(is_hooked(layer) for layer in self.layers())
         if hooked:
             self._say("a layer has hooks of its own: layers run one by one, without overlap")
         self._inside = not (capturing or hooked or self.plain)
@@ -131,6 +135,8 @@ class Stack:
     def run(self, layers: Sequence[nn.Module], hidden: Tensor, calls: Sequence[Arguments]) -> Tensor:
         """Run all layers on ``hidden``, ``[B, S, H]``, with the arguments that HF's loop gave each of them."""
         contexts = [{**dict(zip(self.positional, args, strict=False)), **kwargs} for args, kwargs in calls]
+        for context in contexts:
+            context.pop(OF_LOSS, None)
         if any(contexts[0].get(name) is not None for name in self.cache):
             if torch.is_grad_enabled():
                 self.gradients.not_early()
@@ -165,7 +171,7 @@ class Stack:
             )
         ]
         masks = Masks(self.seeds if call.training else None, call.number)
-        return Run(blocks, ready, self._rows, self.gradients, masks, self.watch, self.wait, outside)
+        return Run(blocks, ready, self._rows, self.gradients, masks, self.watch, lambda work: self.wait(work), outside)
 
     def _passes(self, call: Call) -> Run | Replayed:
         """A recording of such a forward and its backward where there can be one, or else a run."""
@@ -177,7 +183,7 @@ class Stack:
         if why_not is not None:
             self._say(f"{why_not}: kernels are launched one by one, not as a CUDA graph")
             return self._make(call, at_once)
-        return self.graphs.run(call, self._make, self._say)
+        return self.graphs.run(call, self._make, self._say, alone=not self._live)
 
     def _walk(self, layers: Sequence[nn.Module]) -> Iterator[tuple[int, nn.Module, LayerBlock]]:
         for i, layer in enumerate(layers):
@@ -252,9 +258,3 @@ def _partial(run: Callable[..., Tensor], layer: nn.Module, contexts: list[dict[s
 def _wants(module: nn.Module, kwargs: Mapping[str, Any], what: str) -> bool:
     asked = kwargs.get(what)
     return bool(getattr(module.config, what, False) if asked is None else asked)
-
-
-def _is_hooked(layer: nn.Module) -> bool:
-    """Whether somebody watches a layer's calls, which the executor does not make; HF's own captures are asked for."""
-    hooks = (*layer._forward_hooks.values(), *layer._forward_pre_hooks.values(), *layer._backward_hooks.values())
-    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)

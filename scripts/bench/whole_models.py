@@ -51,7 +51,7 @@ class Steps(TrainerCallback):
     """Times optimizer steps within a memory limit, and keeps the losses that are logged.
 
     Attributes:
-        peak_bytes: that were allocated on this rank in any step; None on CPUs.
+        peak_bytes: that torch held of this GPU in any step; None on CPUs.
     """
 
     def __init__(self, world: World, memory_gib: float) -> None:
@@ -73,7 +73,7 @@ class Steps(TrainerCallback):
         """No limit any more."""
         self._limited.close()
         if self._world.device.type == "cuda":
-            self.peak_bytes = torch.cuda.max_memory_allocated()
+            self.peak_bytes = torch.cuda.max_memory_reserved()
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Begin together."""

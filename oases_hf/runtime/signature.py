@@ -1,0 +1,98 @@
+"""Which calls of a stack launch the same, as far as can be told, and which cannot be recorded at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .block import Autocast
+from .call import Call
+
+
+def unrecordable(call: Call) -> str | None:
+    """What keeps a call from being recorded; None when nothing does."""
+    if torch.is_anomaly_enabled() or torch._C._len_torch_dispatch_stack():
+        return "somebody watches operators"
+    if any(is_hooked(module) or _watches_gradients(module) for layer in call.layers for module in layer.modules()):
+        return "hooks inside a layer"
+    for name, value in (item for context in call.contexts for item in context.items()):
+        for leaf in _leaves(value):
+            if torch.is_tensor(leaf):
+                if leaf.device != call.hidden.device or leaf.requires_grad:
+                    return f"{name}, a tensor on {leaf.device}{' that requires a gradient' * leaf.requires_grad}"
+            elif leaf is not None and not isinstance(leaf, bool | int | float | str):
+                return f"{name} of type {type(leaf).__name__}"
+    return None
+
+
+def signature(call: Call) -> Hashable:
+    """Of two calls with equal ones, a recording of one serves the other.
+
+    Whoever changes what a layer computes by other means (an attribute, its configuration) changes nothing of it.
+    """
+    state = tuple(_state(module) for layer in call.layers for module in layer.modules())
+    inputs = _form([call.hidden, call.contexts], {})
+    # Schedules are cached, so their identity stays.
+    return id(call.ready), call.training, inputs, Autocast.of(call.hidden.device.type), state
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether somebody watches a module's calls; HF's own captures are asked for, and stay when they were."""
+    hooks = (
+        *module._forward_hooks.values(),
+        *module._forward_pre_hooks.values(),
+        *module._backward_hooks.values(),
+        *module._backward_pre_hooks.values(),
+    )
+    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
+
+
+def _watches_gradients(module: nn.Module) -> bool:
+    parameters = (p for p in module._parameters.values() if p is not None)
+    return any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters)
+
+
+def _state(module: nn.Module) -> Hashable:
+    """Where the tensors of a module are, which of them train, and whether it does."""
+    held = (tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None)
+    return module.training, *((t.data_ptr(), t.dtype, t.requires_grad) for t in held)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in nested containers, each once, in order."""
+    return list({id(leaf): leaf for leaf in _leaves(value) if torch.is_tensor(leaf)}.values())
+
+
+def with_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Nested containers with every tensor changed."""
+    if torch.is_tensor(value):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {name: with_tensors(item, change) for name, item in value.items()}
+    return type(value)(with_tensors(item, change) for item in value) if isinstance(value, tuple | list) else value
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """What nested containers hold."""
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        yield value
+        return
+    for item in value:
+        yield from _leaves(item)
+
+
+def _form(value: Any, numbers: dict[int, int]) -> Hashable:
+    """Of tensors, all but their values, and which of them are the same one."""
+    if torch.is_tensor(value):
+        number = numbers.setdefault(id(value), len(numbers))
+        return number, value.shape, value.stride(), value.dtype, value.device
+    if isinstance(value, Mapping):
+        return tuple((name, _form(item, numbers)) for name, item in value.items())
+    if isinstance(value, tuple | list):
+        return tuple(_form(item, numbers) for item in value)
+    return type(value), value
