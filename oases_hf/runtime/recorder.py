@@ -40,6 +40,10 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)
         self._steps: list[Callable[[], None]] = []
         self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            self._begin()
+            self._end()
+        self._anchor = self._graph  # a pool is gone with the last of its graphs
 
     def __call__(self, work: Callable[[], T]) -> tuple[T, Steps]:
         """Record ``work``; threads of data loaders and of NCCL may go on meanwhile."""
