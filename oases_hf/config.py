@@ -61,7 +61,8 @@ class OasesConfig:
         sub_batches: parts of a batch that are interleaved. Default: what the schedule is made for.
         recompute: ``full`` (default): keep a block's input and compute the rest again in backward; ``none``: keep all
             that backward needs; ``auto`` (default with ``degree="auto"``): as planned, for each block.
-        defer_weight_grads: compute weight gradients while the all-reduce of the input's gradient runs.
+        defer_weight_grads: compute weight gradients while the all-reduce of the input's gradient runs. Default: False;
+            with ``degree="auto"``, where that is simulated to pay.
         cuda_graphs: on GPUs, record the kernels of the layers once per shape of a batch, and launch them together
             (default: True). With dropout, or hooks in layers, they are launched one by one all the same. Costs memory:
             what layers need between forward and backward is not there for the rest of the model then.

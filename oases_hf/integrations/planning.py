@@ -20,6 +20,10 @@ from ..plan import Plan, Recompute, ShardOptimizer, check_schedule_name
 from ..planner import Problem, explain, plan_of, solve
 from ..profiler import Architecture, Workload, profile
 from ..schedule import kind
+from ..simulator import simulate
+
+WORTH = 0.01
+"""The part of a step by which deferred weight gradients must make it shorter."""
 
 SPARE = 0.92
 """The part of a device's memory that a plan may use: contexts, libraries and fragmentation take the rest."""
@@ -54,13 +58,13 @@ def convert_as(
         ConfigError: no plan fits into memory, or ranks, settings and model do not go together.
         UnsupportedModelError: the model cannot be sharded.
     """
-    plan = plan_for(model, accelerator, mesh, config)
+    chosen = choose(model, accelerator, mesh, config)
     state = convert(
         model,
         mesh,
-        plan,
+        chosen.plan,
         gather_logits=bool(config.gather_logits),
-        defer_weight_grads=bool(config.defer_weight_grads),
+        defer_weight_grads=chosen.defer if config.defer_weight_grads is None else config.defer_weight_grads,
         cuda_graphs=config.cuda_graphs is not False,
         unread=unread,
     )
@@ -69,16 +73,31 @@ def convert_as(
     return state
 
 
-def plan_for(model: PreTrainedModel, accelerator: Accelerator | None, mesh: Mesh, config: OasesConfig) -> Plan:
-    """The plan that ``config`` asks for; every rank must call it, and gets the same.
+@dataclass(frozen=True)
+class Chosen:
+    """What a model is converted by.
+
+    Attributes:
+        plan: a degree and more for each block.
+        defer: to put weight gradients off pays.
+    """
+
+    plan: Plan
+    defer: bool = False
+
+
+def choose(model: PreTrainedModel, accelerator: Accelerator | None, mesh: Mesh, config: OasesConfig) -> Chosen:
+    """The plan that ``config`` asks for, and what goes with it; every rank must call it, and gets the same.
 
     Raises:
         ConfigError: no plan fits into memory, or what it depends on is not known.
     """
     given = config.load_plan()
     if given is not None:
-        return given
-    return _planned(model, accelerator, mesh, config) if config.degree == "auto" else _uniform(model, mesh, config)
+        return Chosen(given)
+    if config.degree == "auto":
+        return _planned(model, accelerator, mesh, config)
+    return Chosen(_uniform(model, mesh, config))
 
 
 def _uniform(model: PreTrainedModel, mesh: Mesh, config: OasesConfig) -> Plan:
@@ -98,7 +117,7 @@ def _uniform(model: PreTrainedModel, mesh: Mesh, config: OasesConfig) -> Plan:
     )
 
 
-def _planned(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh, config: OasesConfig) -> Plan:
+def _planned(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh, config: OasesConfig) -> Chosen:
     if config.batch_size is None or config.sequence_length is None:
         raise ConfigError(
             "degree='auto' measures at the real shape: set batch_size (rows of a micro-batch) and sequence_length "
@@ -123,18 +142,18 @@ def _planned(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh, confi
         (cast(ShardOptimizer, config.shard_optimizer),) if config.shard_optimizer else get_args(ShardOptimizer),
     )
     answer = mesh.from_first(lambda: _Answer.of(problem, model))
-    if answer.plan is None:
+    if answer.chosen is None:
         raise ConfigError(answer.reason)
     for line in answer.reason.splitlines():
         say(line)
-    return answer.plan
+    return answer.chosen
 
 
 @dataclass(frozen=True)
 class _Answer:
     """What the first rank found: a plan and why, or why there is none."""
 
-    plan: Plan | None = None
+    chosen: Chosen | None = None
     reason: str = ""
 
     @classmethod
@@ -143,7 +162,14 @@ class _Answer:
             solution = solve(problem)
         except ConfigError as error:
             return cls(None, str(error))
-        return cls(plan_of(solution, describe(model)), explain(solution))
+        plan, reason = plan_of(solution, describe(model)), explain(solution)
+        at_once, deferred = (simulate(problem, plan, defer_weight_grads=defer).step_ms for defer in (False, True))
+        defer = deferred < (1 - WORTH) * at_once
+        if defer:
+            reason += f"\nweight gradients are deferred, which makes a step {1 - deferred / at_once:.1%} shorter"
+        if plan.sub_batches == 1:
+            reason += "\nto overlap sub-batches does not pay here: there is one"
+        return cls(Chosen(plan, defer), reason)
 
 
 def _memory_gib(mesh: Mesh, device: torch.device) -> float:

@@ -14,11 +14,14 @@ from accelerate import Accelerator
 from oases_hf import OasesPlugin, Plan
 from oases_hf.costs import CostTable
 from oases_hf.errors import ConfigError
+from oases_hf.integrations import planning
 from oases_hf.models.converted import converted
 from oases_hf.parallel.mesh import Mesh
+from oases_hf.planner import Problem
 from oases_hf.profiler import Architecture, Workload, layer, link, profile
 
 from ..families import FAMILIES
+from ..planner.examples import by_hand, flat
 from ..ranks import Worlds
 from ..tiny import tiny_llama
 from .fitting import Task
@@ -95,6 +98,19 @@ def test_memory_decides(ranks: Worlds, tmp_path: Path) -> None:
     said, also = ranks(2).run(plans, tmp_path, 1e-6)
     assert said == also
     assert "GiB" in str(said)
+
+
+@pytest.mark.parametrize(("all_reduce_ms", "sub_batches", "defer"), [(6.0, 1, True), (0.0, 1, False), (0.0, 2, False)])
+def test_what_pays_is_chosen_and_said(all_reduce_ms: float, sub_batches: int, defer: bool) -> None:
+    """One block of 8 ms of weight gradients, at degree 2 since nothing else is measured to fit."""
+    costs = by_hand(2, all_reduce={ranks: flat(all_reduce_ms) for ranks in (1, 2)}, all_gather={2: flat(1e3)})
+    problem = Problem(costs, layers=4, memory_limit_gib=1.0, sub_batches=(sub_batches,))
+    found = planning._Answer.of(problem, tiny_llama())
+    assert found.chosen is not None
+    assert set(found.chosen.plan.degrees) == {2}
+    assert found.chosen.defer is defer
+    assert ("weight gradients are deferred" in found.reason) is defer
+    assert ("does not pay here" in found.reason) is (sub_batches == 1)
 
 
 def test_the_shape_must_be_known() -> None:
