@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from ..nccl import Settings, p2p_disabled_by
 
 Iommu = Literal["off", "passes through", "translates"]
 
@@ -68,7 +70,7 @@ class Machine:
     torch: str
     cuda: str | None
     nccl: str | None
-    settings: tuple[tuple[str, str], ...]
+    settings: Settings
     iommu: Iommu | None
     acs: tuple[str, ...] | None
     shm_bytes: int | None
@@ -80,11 +82,7 @@ class Machine:
     @property
     def p2p_disabled_by(self) -> str | None:
         """The setting that keeps NCCL from copies between GPUs; None for none."""
-        if self.setting("NCCL_P2P_DISABLE") not in (None, "", "0"):
-            return f"NCCL_P2P_DISABLE={self.setting('NCCL_P2P_DISABLE')}"
-        if (self.setting("NCCL_P2P_LEVEL") or "").upper() in ("LOC", "0"):
-            return f"NCCL_P2P_LEVEL={self.setting('NCCL_P2P_LEVEL')}"
-        return None
+        return p2p_disabled_by(self.settings)
 
     @property
     def uses_p2p(self) -> bool:
@@ -110,18 +108,6 @@ def nvidia_gpus(text: str) -> dict[str, tuple[int, str, str]]:
     """By UUID, number, PCI address and driver, from ``--query-gpu=uuid,index,pci.bus_id,driver_version``."""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.count(",") == 3]
     return {uuid.removeprefix("GPU-"): (int(index), pci.lower()[-12:], driver) for uuid, index, pci, driver in rows}
-
-
-def settings(environment: Mapping[str, str], files: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """The settings that matter here; ``files`` are the contents of NCCL's, which the environment overrides.
-
-    Args:
-        environment: of this process.
-        files: lines of ``NAME=VALUE``; a later file overrides an earlier one.
-    """
-    pairs = re.findall(r"^\s*(NCCL_\w+)\s*=\s*(.*?)\s*$", "\n".join(files), re.MULTILINE)
-    told = {n: v for n, v in environment.items() if re.match(r"(TORCH_)?NCCL_|GLOO_|CUDA_VISIBLE_DEVICES$", n)}
-    return tuple(sorted((dict(pairs) | told).items()))
 
 
 def iommu(system: Path, addresses: Sequence[str]) -> Iommu | None:

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import torch
 
+from ..nccl import settings_here
 from . import facts
 from .copies import check_copies
 from .facts import Gpu, Link, Machine
 from .watching import START_LIMIT_S, Teller
 
 TOOL_LIMIT_S = 30.0
-NCCL_FILES = (Path("/etc/nccl.conf"), Path.home() / ".nccl.conf")
 
 
 def look(teller: Teller, copies: bool, limit_s: float) -> None:
@@ -42,7 +42,6 @@ def machine_here() -> Machine:
         number, pci, _ = listed.get(str(about.uuid), (None, "", ""))
         gpus.append(Gpu(index, about.name, about.total_memory, f"{about.major}.{about.minor}", pci))
         numbers.append(number)
-    files = [path.read_text(errors="replace") for path in NCCL_FILES if path.is_file()]
     shm = Path("/dev/shm")
     return Machine(
         host=platform.node(),
@@ -52,7 +51,7 @@ def machine_here() -> Machine:
         torch=torch.__version__,
         cuda=torch.version.cuda,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else None,
-        settings=facts.settings(os.environ, files),
+        settings=settings_here(os.environ),
         iommu=facts.iommu(Path("/sys"), [gpu.pci for gpu in gpus]),
         acs=facts.acs(_output("lspci", "-vvv") or "<access denied>"),
         shm_bytes=shutil.disk_usage(shm).total if shm.is_dir() else None,

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, DynamoBackend, ParallelismConfig
@@ -26,6 +25,7 @@ from ..models import family_of
 from ..models.converted import Converted, loaded
 from ..models.metrics import Metrics
 from ..parallel.mesh import Mesh
+from .banner import banner
 from .evaluation import gathering
 from .leaving import end_together
 from .measuring import measure
@@ -113,20 +113,6 @@ def _check_same(config: OasesConfig, state: Converted) -> None:
                 f"{name}={value!r}, and load_pretrained has converted the model with {name}={is_now.get(name)!r}; give "
                 f"settings to load_pretrained"
             )
-
-
-def banner(model: nn.Module, state: Converted) -> str:
-    """What was made of the model, in one line."""
-    plan, mesh = state.plan, state.mesh
-    total = sum(layout.numel for layout in state.gradients.layouts.values())
-    link = dist.get_backend() if dist.is_initialized() else "none"
-    if link == "nccl" and os.environ.get("NCCL_P2P_DISABLE") == "1":
-        link = "nccl without P2P"
-    return (
-        f"oases: {type(model).__name__}, {total / 1e6:.1f} M parameters, {state.sharded_fraction:.1%} of them sharded; "
-        f"{plan.summary()}; "
-        f"{mesh.world.size} ranks = {mesh.data.size} data parallel × {mesh.tmp.size} TMP; link {link}"
-    )
 
 
 def _check_accelerator(accelerator: Accelerator) -> None:

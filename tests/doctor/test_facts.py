@@ -42,17 +42,6 @@ def test_what_nvidia_smi_lists() -> None:
     assert listed == {"aa-1": (1, "0000:3b:00.0", "550.54"), "bb-2": (0, "0000:01:00.0", "550.54")}
 
 
-def test_settings_of_the_environment_override_files() -> None:
-    environment = {"NCCL_ALGO": "Ring", "HOME": "/", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "0"}
-    files = ["# NCCL_DEBUG=INFO\nNCCL_ALGO=Tree\n NCCL_P2P_DISABLE = 0\n", "NCCL_P2P_DISABLE=1"]
-    assert facts.settings(environment, files) == (
-        ("CUDA_VISIBLE_DEVICES", "0"),
-        ("GLOO_SOCKET_IFNAME", "lo"),
-        ("NCCL_ALGO", "Ring"),
-        ("NCCL_P2P_DISABLE", "1"),
-    )
-
-
 @pytest.mark.parametrize(("name", "value"), [("NCCL_P2P_DISABLE", "1"), ("NCCL_P2P_LEVEL", "loc")])
 def test_what_switches_p2p_off(name: str, value: str) -> None:
     off = replace(GOOD, settings=((name, value),))
