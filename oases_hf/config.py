@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from .errors import ConfigError
+from .messages import ALIGNMENT_BYTES
 from .plan import Plan, Recompute, ShardOptimizer, check_schedule_name
 
 
@@ -38,6 +40,7 @@ _READ: dict[str, Callable[[str], Any]] = {
     "cuda_graphs": _flag,
     "gather_logits": _flag,
     "shard_optimizer": str,
+    "message_mib": float,
     "plan": str,
     "trace": str,
     "trace_steps": _numbers,
@@ -71,8 +74,10 @@ class OasesConfig:
             optimizer's state. ``off`` (default): all of them. ``keep`` (or True): one of them, to whom the others hand
             their gradients once a step. ``reduce``: likewise, at every micro-batch: fewer bytes, more traffic. With
             ``degree="auto"`` the planner chooses, unless told.
+        message_mib: send all-reduces of blocks in parts of at most so many MiB. Default: as a whole; with
+            ``degree="auto"`` in parts where these were measured to be faster on this link.
         plan: a Plan, or the path of its JSON file, instead of ``degree``, ``schedule``, ``sub_batches``,
-            ``recompute`` and ``shard_optimizer``.
+            ``recompute``, ``shard_optimizer`` and ``message_mib``.
         memory_gib: with ``degree="auto"``, what a rank may use, in GiB. Default: nearly all of its device.
         batch_size: with ``degree="auto"``, rows of a micro-batch; OasesCallback knows it.
         sequence_length: with ``degree="auto"``, tokens of a row; OasesCallback looks at the first sample.
@@ -107,6 +112,7 @@ class OasesConfig:
     ignore_failed_saves: bool | None = None
     cuda_graphs: bool | None = None
     peak_tflops: float | None = None
+    message_mib: float | None = None
 
     def __post_init__(self) -> None:
         """Fill in from the environment, and check what can be checked without ranks and a model."""
@@ -129,6 +135,8 @@ class OasesConfig:
             raise ConfigError(
                 f"peak_tflops={self.peak_tflops:g}; give the peak of a GPU, in 1e12 operations per second"
             )
+        if self.message_mib is not None and not 2**-16 <= self.message_mib < math.inf:
+            raise ConfigError(f"message_mib={self.message_mib:g}; give the size of a message, in MiB, above 0")
         check_schedule_name(self.schedule or "oases")
         self._check_planned()
         if self.tmp_size and isinstance(self.degree, int) and self.tmp_size % self.degree:
@@ -162,10 +170,17 @@ class OasesConfig:
             raise ConfigError(f"memory_gib={self.memory_gib:g}; give what a rank may use, in GiB")
 
     def _check_alone_with_plan(self) -> None:
-        held = ("degree", "schedule", "sub_batches", "recompute", "shard_optimizer")
+        held = ("degree", "schedule", "sub_batches", "recompute", "shard_optimizer", "message_mib")
         clashing = [name for name in held if getattr(self, name) is not None]
         if clashing:
             raise ConfigError(f"plan and {clashing[0]} are both set; the plan holds {clashing[0]}: leave one out")
+
+    @property
+    def message_bytes(self) -> int | None:
+        """``message_mib`` in bytes, as a plan has it."""
+        if self.message_mib is None:
+            return None
+        return round(self.message_mib * 2**20 / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
     def over(self, other: OasesConfig) -> OasesConfig:
         """These settings, and those of ``other`` where there are none."""

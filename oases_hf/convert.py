@@ -130,7 +130,8 @@ def _placements(model: PreTrainedModel, mesh: Mesh, plan: Plan, family: Family) 
     """Where each block of the stack is; blocks of one degree share their place."""
     of_degree = {}
     for degree in sorted(set(plan.degrees)):
-        link = Link(mesh.axis(degree), mesh.tmp.size // degree, mesh.tmp.rank // degree)
+        replicas, replica = mesh.tmp.size // degree, mesh.tmp.rank // degree
+        link = Link(mesh.axis(degree), replicas, replica, message_bytes=plan.message_bytes)
         of_degree[degree] = Placement(link, [family.units(model.config, degree, rank) for rank in range(degree)])
     return tuple(of_degree[degree] for degree in plan.degrees)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from .errors import ConfigError, naming
+from .messages import message_ms
 
 Value = TypeVar("Value")
 
@@ -217,9 +218,11 @@ class CostTable:
         """Elements held by the most loaded rank; raises ConfigError if they were not counted."""
         return _measured(kind.parameters, degree, f"parameters of {kind.name}: degree")
 
-    def all_reduce_ms(self, ranks: int, size_bytes: float) -> float:
-        """Time of an all-reduce, 0 for one rank; raises ConfigError if that group size was not measured."""
-        return 0.0 if ranks == 1 else _measured(self.all_reduce, ranks, "all_reduce: group of")(size_bytes)
+    def all_reduce_ms(self, ranks: int, size_bytes: float, message_bytes: int | None = None) -> float:
+        """Time of an all-reduce, in such messages; 0 for one rank; raises ConfigError if they were not measured."""
+        if ranks == 1:
+            return 0.0
+        return message_ms(_measured(self.all_reduce, ranks, "all_reduce: group of"), size_bytes, message_bytes)
 
     def all_gather_ms(self, ranks: int, size_bytes: float) -> float:
         """Time to gather ``size_bytes`` in all; raises ConfigError if that group size was not measured."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from .errors import ConfigError, naming
+from .messages import ALIGNMENT_BYTES
 
 Recompute = Literal["full", "none"]
 ShardOptimizer = Literal["off", "keep", "reduce"]
@@ -39,6 +40,8 @@ class Plan:
             backward needs is kept. Empty: ``full`` for all.
         shard_optimizer: of what several ranks hold alike, who keeps the optimizer's state: ``off``: all of them; else
             one of them, to whom gradients go at the last micro-batch of a step (``keep``) or at each (``reduce``).
+        message_bytes: all-reduces of blocks are sent in parts of at most so many bytes, a multiple of 16; None: as a
+            whole.
     """
 
     model: str
@@ -48,6 +51,7 @@ class Plan:
     sub_batches: int = 2
     recompute: tuple[Recompute, ...] = ()
     shard_optimizer: ShardOptimizer = "off"
+    message_bytes: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse what no ranks can do; raises ConfigError."""
@@ -70,6 +74,9 @@ class Plan:
             raise ConfigError(f"recompute {self.recompute} of {len(self.degrees)} blocks; give each `full` or `none`")
         if self.shard_optimizer not in get_args(ShardOptimizer):
             raise ConfigError(f"shard_optimizer={self.shard_optimizer!r}; choose off, keep or reduce")
+        size = self.message_bytes
+        if size is not None and (size < 1 or size % ALIGNMENT_BYTES):
+            raise ConfigError(f"message_bytes={size}; choose a multiple of {ALIGNMENT_BYTES}, or None")
 
     @property
     def graphs_kept(self) -> frozenset[int]:
@@ -86,8 +93,8 @@ class Plan:
         return (
             f"degree {counts}" + f", {kept} of them not recomputed" * (kept > 0) + f"; schedule {self.schedule}, "
             f"{self.sub_batches} sub-batch{'es' * (self.sub_batches > 1)}"
-            + f"; optimizer state owned once ({self.shard_optimizer})"
-            * (self.shard_optimizer != "off")
+            + f"; optimizer state owned once ({self.shard_optimizer})" * (self.shard_optimizer != "off")
+            + ("" if self.message_bytes is None else f"; messages of {self.message_bytes / 2**20:g} MiB")
         )
 
     def check(self, model: str, blocks: int, tmp_size: int) -> None:

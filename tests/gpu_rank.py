@@ -99,7 +99,7 @@ def check_families() -> int:
 
 
 def check_mixed() -> int:
-    """Steps by plans whose blocks differ in degree and in what they recompute."""
+    """Steps by plans whose blocks differ in degree and in what they recompute, some in short messages."""
     compared, world = 0, dist.get_world_size()
     for number, name in itertools.product(range(3), ("llama", "bert", "gemma3", "gpt2")):
         draw = random.Random(f"{number} {name}")
@@ -110,7 +110,8 @@ def check_mixed() -> int:
         blocks = block_count(whole)
         degrees = [draw.choice([d for d in (1, 2, 4) if d <= world]) for _ in range(blocks)]
         recompute: list[Recompute] = [draw.choice(["full", "none"]) for _ in range(blocks)]
-        state = parallel(model, world, draw.choice(SCHEDULE_NAMES), degrees=degrees, recompute=recompute)
+        schedule, message_bytes = draw.choice(SCHEDULE_NAMES), draw.choice([None, 704])
+        state = parallel(model, world, schedule, degrees=degrees, recompute=recompute, message_bytes=message_bytes)
         for _ in range(WARM + 2):
             one_step(model, [data])
         check_recorded(state)

@@ -30,11 +30,13 @@ def parallel(
     degrees: Sequence[int] | None = None,
     recompute: Sequence[Recompute] = (),
     shard_optimizer: ShardOptimizer = "off",
+    message_bytes: int | None = None,
     **options: Any,
 ) -> Converted:
     """Convert the model, at a uniform degree unless told."""
     degrees = (tmp_size,) * block_count(model) if degrees is None else tuple(degrees)
-    plan = Plan(describe(model), tmp_size, degrees, schedule, sub_batches, tuple(recompute), shard_optimizer)
+    choices = tuple(recompute), shard_optimizer, message_bytes
+    plan = Plan(describe(model), tmp_size, degrees, schedule, sub_batches, *choices)
     return convert(model, Mesh.build(tmp_size), plan, **options)
 
 

@@ -10,7 +10,7 @@ from typing import get_args
 from ..costs import CostTable
 from ..errors import ConfigError
 from ..plan import ShardOptimizer
-from ..planner import BlockPrediction, Choice, Prediction, Problem, Solution, explain, predict_uniform
+from ..planner import BlockPrediction, Choice, Prediction, Problem, Solution, explain, message_choices, predict_uniform
 from ..planner.problem import GIB
 
 MIB = 2**20
@@ -40,6 +40,7 @@ def problem_of(options: argparse.Namespace) -> Problem:
         options.recompute,
         get_args(ShardOptimizer) if options.shard_optimizer == "auto" else (options.shard_optimizer,),
         options.objective,
+        message_bytes=message_choices(costs),
     )
 
 
@@ -146,10 +147,10 @@ def comparison(solution: Solution) -> str:
 def _uniform(solution: Solution, choice: Choice) -> tuple[int, Prediction]:
     """The fastest number of sub-batches that fits, or the fastest of all, for one choice for all blocks.
 
-    Optimizer state is kept as the plan has it.
+    Optimizer state is kept, and messages are as long, as the plan has it.
     """
-    problem, way = solution.problem, solution.shard_optimizer
-    steps = [(number, predict_uniform(problem, choice, number, way)) for number in problem.sub_batches]
+    problem, ways = solution.problem, (solution.shard_optimizer, solution.message_bytes)
+    steps = [(number, predict_uniform(problem, choice, number, *ways)) for number in problem.sub_batches]
     return min(steps, key=lambda each: (not each[1].memory.fits(problem), each[1].step_ms))
 
 

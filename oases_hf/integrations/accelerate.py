@@ -102,6 +102,7 @@ def _check_same(config: OasesConfig, state: Converted) -> None:
         "sub_batches": plan.sub_batches,
         "recompute": recompute.pop() if len(recompute) == 1 else None,
         "shard_optimizer": plan.shard_optimizer,
+        "message_mib": plan.message_bytes and plan.message_bytes / 2**20,
         "defer_weight_grads": state.stack.defer,
         "cuda_graphs": state.stack.graphs is not None,
         "gather_logits": state.vocabulary.gather_logits,

@@ -17,7 +17,7 @@ from ..errors import ConfigError, UnsupportedModelError
 from ..models.converted import Converted
 from ..parallel.mesh import Mesh
 from ..plan import Plan, Recompute, ShardOptimizer, check_schedule_name
-from ..planner import Problem, explain, plan_of, solve
+from ..planner import Problem, explain, message_choices, plan_of, solve
 from ..profiler import Architecture, Workload, profile
 from ..schedule import kind
 from ..simulator import simulate
@@ -114,6 +114,7 @@ def _uniform(model: PreTrainedModel, mesh: Mesh, config: OasesConfig) -> Plan:
         sub_batches,
         (recompute,) * blocks,
         cast(ShardOptimizer, config.shard_optimizer or "off"),
+        config.message_bytes,
     )
 
 
@@ -140,6 +141,7 @@ def _planned(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh, confi
         tuple(n for n in numbers if n <= workload.rows),
         cast(Literal["auto"] | Recompute, config.recompute or "auto"),
         (cast(ShardOptimizer, config.shard_optimizer),) if config.shard_optimizer else get_args(ShardOptimizer),
+        message_bytes=(config.message_bytes,) if config.message_bytes else message_choices(costs),
     )
     answer = mesh.from_first(lambda: _Answer.of(problem, model))
     if answer.chosen is None:

@@ -13,14 +13,27 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..messages import message_elements
 from .actions import Outside, at_once
 from .autograd import apply
-from .mesh import Axis
+from .mesh import Axis, Pending
 from .rng import DropoutSeeds, Seed, seed_of
 from .sharding import Span
 
 if TYPE_CHECKING:
     from .linear import Captured
+
+
+@dataclass(frozen=True)
+class _Together:
+    """Collectives that are waited for as one."""
+
+    parts: Sequence[Pending]
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for part in self.parts:
+            part.wait()
 
 
 @dataclass
@@ -41,6 +54,7 @@ class Link:
         seed: what dropout masks that all ranks have in common are drawn from; asked when one is.
         draws: how many of these there were.
         outside: does what is not computation.
+        message_bytes: the executor's all-reduces are sent in parts of at most so many bytes; None: as a whole.
     """
 
     axis: Axis
@@ -53,6 +67,14 @@ class Link:
     seed: Callable[[], str] = str
     draws: int = 0
     outside: Outside = at_once
+    message_bytes: int | None = None
+
+    def start_all_reduce(self, share: Tensor) -> Pending:
+        """Start summing ``share``, which is contiguous, in place over the ranks, one message after the other."""
+        if self.message_bytes is None or share.nbytes <= self.message_bytes:
+            return self.axis.start_all_reduce(share)
+        length = message_elements(share.numel(), share.element_size(), self.message_bytes)
+        return _Together([self.axis.start_all_reduce(part) for part in share.view(-1).split(length)])
 
     @contextmanager
     def executing(

@@ -5,7 +5,7 @@ Read ``terms`` for the cost model, ``solver`` for how the best plan is found.
 
 from .explanation import explain
 from .prediction import BlockPrediction, Memory, Prediction, predict, predict_uniform
-from .problem import Choice, Problem
+from .problem import Choice, Problem, message_choices
 from .solver import Solution, plan_of, solve
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "Problem",
     "Solution",
     "explain",
+    "message_choices",
     "plan_of",
     "predict",
     "predict_uniform",

@@ -19,7 +19,12 @@ def _plan(solution: Solution) -> str:
     choices = zip(solution.degrees, solution.recompute, strict=True)
     runs = [(choice, len(list(run))) for choice, run in groupby(choices)]
     text = ", ".join(f"{count} × degree {degree} (recompute {recompute})" for (degree, recompute), count in runs)
-    return f"Blocks in order: {text}; {solution.sub_batches} sub-batches, shard_optimizer {solution.shard_optimizer}."
+    size = solution.message_bytes
+    messages = "" if size is None else f", all-reduces in messages of {size / 2**20:g} MiB"
+    return (
+        f"Blocks in order: {text}; {solution.sub_batches} sub-batches, shard_optimizer "
+        f"{solution.shard_optimizer}{messages}."
+    )
 
 
 def _time(solution: Solution) -> str:
@@ -51,7 +56,9 @@ def _uniform(solution: Solution) -> list[str]:
     chosen = set(map(Choice, solution.degrees, solution.recompute))
     for choice in problem.choices(problem.choosable_degrees):
         if chosen != {choice}:
-            other = predict_uniform(problem, choice, solution.sub_batches, solution.shard_optimizer)
+            other = predict_uniform(
+                problem, choice, solution.sub_batches, solution.shard_optimizer, solution.message_bytes
+            )
             lines.append(_compared(solution, choice, other))
     return lines
 

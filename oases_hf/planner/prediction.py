@@ -82,6 +82,7 @@ def predict(
     recompute: Sequence[Recompute],
     sub_batches: int,
     shard_optimizer: ShardOptimizer = "off",
+    message_bytes: int | None = None,
 ) -> Prediction:
     """Predict any plan, also one that the problem does not allow, or that does not fit into its memory.
 
@@ -91,6 +92,7 @@ def predict(
         recompute: of each block.
         sub_batches: that the batch is split into.
         shard_optimizer: who keeps optimizer state.
+        message_bytes: of the messages that all-reduces of blocks are sent in; None: as a whole.
 
     Raises:
         ConfigError: the number of blocks or the chain of degrees is wrong, or a cost was not measured.
@@ -105,17 +107,22 @@ def predict(
             f"predict: degrees {sorted(set(degrees))} of tmp_size={problem.costs.tmp_size} are no chain; "
             f"choose degrees of which each divides the next, and the last divides tmp_size"
         )
-    terms = Terms.of_plan(problem, degrees, sub_batches, shard_optimizer)
+    terms = Terms.of_plan(problem, degrees, sub_batches, shard_optimizer, message_bytes)
     choices = map(Choice, degrees, recompute)
     return _predicted(terms, [terms.block(kind, choice) for kind, choice in zip(problem.blocks, choices, strict=True)])
 
 
 def predict_uniform(
-    problem: Problem, choice: Choice, sub_batches: int, shard_optimizer: ShardOptimizer = "off"
+    problem: Problem,
+    choice: Choice,
+    sub_batches: int,
+    shard_optimizer: ShardOptimizer = "off",
+    message_bytes: int | None = None,
 ) -> Prediction:
     """Predict the plan with one choice for all blocks; raises as :func:`predict` does."""
     blocks = len(problem.blocks)
-    return predict(problem, (choice.degree,) * blocks, (choice.recompute,) * blocks, sub_batches, shard_optimizer)
+    degrees, recompute = (choice.degree,) * blocks, (choice.recompute,) * blocks
+    return predict(problem, degrees, recompute, sub_batches, shard_optimizer, message_bytes)
 
 
 def _predicted(terms: Terms, blocks: list[BlockTerms]) -> Prediction:

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from ..costs import CostTable, KindCosts
 from ..errors import ConfigError
+from ..messages import best_message_bytes
 from ..plan import Recompute, ShardOptimizer
 
 Objective = Literal["overlap", "no_overlap"]
@@ -31,11 +32,13 @@ class Mode:
         sub_batches: of a micro-batch.
         shard_optimizer: who keeps optimizer state.
         rows: of a sub-batch, filled up for the replicas of the lowest degree.
+        message_bytes: of the messages that all-reduces of blocks are sent in; None: as a whole.
     """
 
     sub_batches: int
     shard_optimizer: ShardOptimizer
     rows: int
+    message_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,7 @@ class Problem:
         shard_optimizer: ways of sharding the optimizer to choose from.
         objective: ``no_overlap`` adds communication to computation, as planners for blocking schedules do.
         degrees: to choose from; None for all that the costs were measured at.
+        message_bytes: sizes of messages to choose from, such as :func:`message_choices`.
 
     Raises:
         ConfigError: there is nothing to choose from, or a degree does not divide ``costs.tmp_size``.
@@ -66,13 +70,16 @@ class Problem:
     shard_optimizer: tuple[ShardOptimizer, ...] = ("off",)
     objective: Objective = "overlap"
     degrees: tuple[int, ...] | None = None
+    message_bytes: tuple[int | None, ...] = (None,)
 
     def __post_init__(self) -> None:
         """Refuse what no plan can answer; raises ConfigError."""
         if min(self.layers, self.accumulation, *self.sub_batches) < 1:
             raise ConfigError("planner: layers, accumulation and sub_batches must be 1 or more")
-        if not (self.sub_batches and self.shard_optimizer and self.choosable_degrees):
-            raise ConfigError("planner: give at least one of each: sub_batches, shard_optimizer, degrees")
+        if not (self.sub_batches and self.shard_optimizer and self.choosable_degrees and self.message_bytes):
+            raise ConfigError(
+                "planner: give at least one of each: sub_batches, shard_optimizer, degrees, message_bytes"
+            )
         for degree in self.choosable_degrees:
             if degree < 1 or self.costs.tmp_size % degree:
                 raise ConfigError(
@@ -93,7 +100,8 @@ class Problem:
         """All that can be chosen for all blocks at once."""
         for sub_batches in self.sub_batches:
             rows = {self.costs.sub_batch_rows(degree, sub_batches) for degree in self.choosable_degrees}
-            yield from (Mode(sub_batches, *rest) for rest in product(self.shard_optimizer, sorted(rows)))
+            ways = product(self.shard_optimizer, sorted(rows), self.message_bytes)
+            yield from (Mode(sub_batches, *way) for way in ways)
 
     def degrees_in(self, mode: Mode) -> tuple[int, ...]:
         """Degrees whose replicas can share the rows of ``mode``'s sub-batches, growing."""
@@ -104,6 +112,13 @@ class Problem:
         """All that can be chosen for a block that may have one of ``degrees``."""
         recomputes = get_args(Recompute) if self.recompute == "auto" else (self.recompute,)
         return tuple(Choice(degree, recompute) for degree in degrees for recompute in recomputes)
+
+
+def message_choices(costs: CostTable) -> tuple[int | None, ...]:
+    """Whole tensors, and the sizes of messages that were measured to be faster in groups that share a block."""
+    groups = set(costs.degrees()) & set(costs.all_reduce)
+    best = {best_message_bytes(costs.all_reduce[ranks].points) for ranks in groups}
+    return (None, *sorted(size for size in best if size is not None))
 
 
 def is_chain(degrees: tuple[int, ...]) -> bool:

@@ -33,6 +33,7 @@ class Solution:
         recompute: of each block.
         sub_batches: that the batch is split into.
         shard_optimizer: who keeps optimizer state.
+        message_bytes: of the messages that all-reduces of blocks are sent in; None: as a whole.
         prediction: of exactly this plan; ``prediction.step_ms`` is the objective.
         lower_bound_ms: no plan that fits is faster.
         gap: relative distance of the objective from the bound.
@@ -46,6 +47,7 @@ class Solution:
     recompute: tuple[Recompute, ...]
     sub_batches: int
     shard_optimizer: ShardOptimizer
+    message_bytes: int | None
     prediction: Prediction
     lower_bound_ms: float
     gap: float
@@ -114,6 +116,7 @@ def plan_of(solution: Solution, model: str) -> Plan:
         solution.sub_batches,
         solution.recompute,
         solution.shard_optimizer,
+        solution.message_bytes,
     )
 
 
@@ -154,7 +157,8 @@ def _solution(problem: Problem, best: _Best, lower_ms: float, gap: float, solver
         recompute=recompute,
         sub_batches=mode.sub_batches,
         shard_optimizer=mode.shard_optimizer,
-        prediction=predict(problem, degrees, recompute, mode.sub_batches, mode.shard_optimizer),
+        message_bytes=mode.message_bytes,
+        prediction=predict(problem, degrees, recompute, mode.sub_batches, mode.shard_optimizer, mode.message_bytes),
         lower_bound_ms=lower_ms,
         gap=reached,
         status=status,

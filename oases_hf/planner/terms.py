@@ -85,11 +85,16 @@ class Terms:
 
     @classmethod
     def of_plan(
-        cls, problem: Problem, degrees: Collection[int], sub_batches: int, shard_optimizer: ShardOptimizer
+        cls,
+        problem: Problem,
+        degrees: Collection[int],
+        sub_batches: int,
+        shard_optimizer: ShardOptimizer,
+        message_bytes: int | None,
     ) -> Terms:
         """Those of plans with these degrees."""
         rows = problem.costs.sub_batch_rows(min(degrees), sub_batches)
-        return cls(problem, Mode(sub_batches, shard_optimizer, rows))
+        return cls(problem, Mode(sub_batches, shard_optimizer, rows, message_bytes))
 
     def block(self, kind: KindCosts, choice: Choice) -> BlockTerms:
         """Times and bytes of one block; raises ConfigError where the costs were not measured."""
@@ -120,8 +125,8 @@ class Terms:
             forward_ms=timing.forward_ms,
             recompute_ms=timing.recompute_ms if full else 0.0,
             backward_ms=timing.backward_ms,
-            forward_comm_ms=costs.all_reduce_ms(degree, elements * size.partial),
-            backward_comm_ms=costs.all_reduce_ms(degree, elements * size.gradient),
+            forward_comm_ms=self.all_reduce_ms(degree, elements * size.partial),
+            backward_comm_ms=self.all_reduce_ms(degree, elements * size.gradient),
             reduce_ms=summing(holders, owned * size.parameter_gradient),
             update_ms=stepped * costs.optimizer_ms / 1e6 + updated_ms,
             parameter_bytes=held * size.parameter,
@@ -134,6 +139,10 @@ class Terms:
             + sub_batches * elements * size.gradient
             + buffers * others * size.parameter_gradient,
         )
+
+    def all_reduce_ms(self, degree: int, size_bytes: float) -> float:
+        """Time of a block's all-reduce, as it is sent; raises ConfigError if that group size was not measured."""
+        return self.costs.all_reduce_ms(degree, size_bytes, self.mode.message_bytes)
 
     def slot(self, compute_ms: float, comm_ms: float) -> float:
         """Time of a computation beside a collective: their maximum, and more where one slows the other down."""

@@ -13,7 +13,7 @@ from ..costs import Curve, Slowdown
 from ..parallel.mesh import Axis, Mesh, Pending
 from ..runtime.watch import Clock
 
-SIZES = tuple(2**power for power in (16, 18, 20, 22, 24, 26))
+SIZES = tuple(2**power for power in (16, 18, 20, 22, 23, 24, 25, 26))
 """Bytes of the messages timed: 64 KiB to 64 MiB."""
 
 SLOWDOWN_ROUNDS, IN_A_ROW = 9, 8

@@ -245,7 +245,7 @@ class Run:
         share = self._partials.pop(collective).contiguous()
         if (collective.block, collective.sub_batch) in self._graphs:
             share = share.clone()  # backward may still need what the graph computed
-        self._flights.start(collective, self._blocks[collective.block].link.axis.start_all_reduce, share)
+        self._flights.start(collective, self._blocks[collective.block].link.start_all_reduce, share)
 
     def _reduce(self, block: int) -> None:
         if self.reducing:

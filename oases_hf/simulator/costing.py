@@ -66,7 +66,7 @@ class Costs:
 
     def __init__(self, problem: Problem, plan: Plan, ready: Ready) -> None:
         self.table, self.ready = problem.costs, ready
-        self.terms = Terms.of_plan(problem, plan.degrees, plan.sub_batches, plan.shard_optimizer)
+        self.terms = Terms.of_plan(problem, plan.degrees, plan.sub_batches, plan.shard_optimizer, plan.message_bytes)
         self._rows = rows = self.terms.mode.rows
         known: dict[tuple[str, Choice], BlockCosts] = {}
         self.blocks: list[BlockCosts] = []
@@ -137,4 +137,4 @@ class Costs:
         degree = self.blocks[collective.block].terms.degree
         each = size.gradient if collective.tensor == "input_grad" else size.partial
         elements = self.table.hidden_elements(degree, self._rows)
-        return self.table.all_reduce_ms(degree, elements * each / collective.pieces)
+        return self.terms.all_reduce_ms(degree, elements * each / collective.pieces)

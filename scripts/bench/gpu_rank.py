@@ -29,7 +29,7 @@ from oases_hf.launching import PASS, Seat, as_rank
 from oases_hf.models.reading import described
 from oases_hf.parallel.mesh import Mesh
 from oases_hf.plan import Plan, Recompute
-from oases_hf.planner import Problem, plan_of, solve
+from oases_hf.planner import Problem, message_choices, plan_of, solve
 from oases_hf.profiler import Architecture, Workload, profile
 from scripts.bench import whole_models
 from scripts.bench.contenders import PEERS, Peer, Planned, Scheduled, Training, Work, uniform
@@ -96,7 +96,14 @@ class Layers:
         costs = profile(architecture, mesh, workload, self._world.device, cache=job.folder)
         numbers = tuple(n for n in workload.sub_batches if n <= work.batch)
         limit_gib = job.memory_gib * SPARE
-        problem = Problem(costs, task.shape.layers, limit_gib, sub_batches=numbers, recompute=task.entry.recompute)
+        problem = Problem(
+            costs,
+            task.shape.layers,
+            limit_gib,
+            sub_batches=numbers,
+            recompute=task.entry.recompute,
+            message_bytes=message_choices(costs),
+        )
         return mesh.from_first(lambda: plan_of(solve(problem), described(work.config)))
 
     def _compare(self, task: Task, contender: Training, work: Work) -> None:

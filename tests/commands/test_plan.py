@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from oases_hf import OasesConfig, cli
-from oases_hf.costs import CostTable
+from oases_hf import OasesConfig, Plan, cli
+from oases_hf.costs import CostTable, Curve
 from oases_hf.planner import Problem, explain, plan_of, predict, solve
 from oases_hf.planner.problem import GIB
 
 from ..planner.examples import by_hand, random_table
 
+MIB = 2**20
 MODEL = "llama, hidden 8, 6 layers"
 
 
@@ -127,6 +128,27 @@ def test_uniform_plans_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[s
     }
     assert ratios["no"], "some need too much memory"
     assert min(ratios["yes"]) == 1.0, "none that fits is faster"
+
+
+def test_messages_of_the_size_that_was_measured_to_be_fastest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A batch is 32 MiB in degree 2, and takes 16 ms as a whole, and 12 in two messages."""
+    curve = Curve(((8 * MIB, 4.0), (16 * MIB, 6.0), (32 * MIB, 16.0)))
+    table = by_hand(2, sequence=MIB, all_reduce={2: curve})
+    (kind,) = table.kinds
+    table = replace(table, kinds=(replace(kind, timings={2: kind.timings[2]}),))
+    costs, file = write(table, tmp_path), tmp_path / "plan.json"
+    assert cli.main(["plan", costs, "--sub-batches", "1", "--memory-gib", "1", "--json", str(file), "--compare"]) == 0
+    printed = capsys.readouterr().out
+    plan = Plan.load(file)
+    assert (set(plan.degrees), plan.message_bytes) == ({2}, 16 * MIB)
+    assert "1 sub-batches, shard_optimizer off, all-reduces in messages of 16 MiB." in printed
+    planned = re.search(r"^planned +1 +([\d.]+) ", printed, re.M)
+    uniform = re.search(r"^degree 2 +none +1 +([\d.]+) ", printed, re.M)
+    assert planned is not None
+    assert uniform is not None
+    assert planned[1] == uniform[1], "they are sent alike"
 
 
 def test_what_blocks_wait_for_without_overlap(costs: str, capsys: pytest.CaptureFixture[str]) -> None:

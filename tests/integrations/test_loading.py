@@ -405,19 +405,22 @@ def test_a_loaded_model_is_not_trained_alone(ranks: Worlds, tmp_path: Path) -> N
 
 def contradicted(folder: str) -> list[str]:
     """On a rank: why a loaded model is not installed by other settings, or twice."""
-    model = load_pretrained(AutoModelForCausalLM, folder, OasesConfig(degree=2))
+    model = load_pretrained(AutoModelForCausalLM, folder, OasesConfig(degree=2, message_mib=2))
     with pytest.raises(ConfigError) as other:
         OasesPlugin(degree=1).install(Accelerator(cpu=True), model)
-    OasesPlugin().install(Accelerator(cpu=True), model)
+    with pytest.raises(ConfigError) as shorter:
+        OasesPlugin(message_mib=1).install(Accelerator(cpu=True), model)
+    OasesPlugin(message_mib=2).install(Accelerator(cpu=True), model)
     with pytest.raises(UnsupportedModelError) as twice:
         OasesPlugin().install(Accelerator(cpu=True), model)
-    return [str(other.value), str(twice.value)]
+    return [str(other.value), str(shorter.value), str(twice.value)]
 
 
 def test_other_settings_and_a_second_accelerator_are_refused(ranks: Worlds, tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path)
-    for other, twice in ranks(2).run(contradicted, str(tmp_path)):
+    for other, shorter, twice in ranks(2).run(contradicted, str(tmp_path)):
         assert "degree=1, and load_pretrained has converted the model with degree=2" in other
+        assert "message_mib=1, and load_pretrained has converted the model with message_mib=2.0" in shorter
         assert "converted already" in twice
 
 

@@ -12,12 +12,12 @@ import torch
 from accelerate import Accelerator
 
 from oases_hf import OasesPlugin, Plan
-from oases_hf.costs import CostTable
+from oases_hf.costs import CostTable, Curve
 from oases_hf.errors import ConfigError
 from oases_hf.integrations import planning
 from oases_hf.models.converted import converted
-from oases_hf.parallel.mesh import Mesh
-from oases_hf.planner import Problem
+from oases_hf.parallel.mesh import Axis, Mesh
+from oases_hf.planner import Problem, Solution, solve
 from oases_hf.profiler import Architecture, Workload, layer, link, profile
 
 from ..families import FAMILIES
@@ -81,10 +81,12 @@ class _hurry:
         in_a_hurry(self._cache)
 
 
-def plans(cache: Path, memory_gib: float) -> Plan | str:
+def plans(cache: Path, memory_gib: float, message_mib: float | None = None) -> Plan | str:
     in_a_hurry(cache)
     with mock.patch.dict(os.environ, {"ACCELERATE_USE_CPU": "true"}):
-        plugin = OasesPlugin(degree="auto", memory_gib=memory_gib, batch_size=4, sequence_length=8)
+        plugin = OasesPlugin(
+            degree="auto", memory_gib=memory_gib, batch_size=4, sequence_length=8, message_mib=message_mib
+        )
         try:
             return converted(plugin.install(Accelerator(), tiny_llama())).plan
         except ConfigError as error:
@@ -111,6 +113,35 @@ def test_what_pays_is_chosen_and_said(all_reduce_ms: float, sub_batches: int, de
     assert found.chosen.defer is defer
     assert ("weight gradients are deferred" in found.reason) is defer
     assert ("does not pay here" in found.reason) is (sub_batches == 1)
+
+
+def test_a_size_of_messages_that_was_given_is_planned_with(ranks: Worlds, tmp_path: Path) -> None:
+    plan, same = ranks(2).run(plans, tmp_path, 1.0, 0.5)
+    assert isinstance(plan, Plan)
+    assert plan == same
+    assert plan.message_bytes == 2**19
+
+
+def dipping(_: link.LinkProfile, axis: Axis) -> Curve:
+    """Times of all-reduces that are best in messages of 1 KiB."""
+    return Curve(((2**10, 1.0), (2**12, 100.0)))
+
+
+def choices_on_such_a_link(cache: Path) -> list[tuple[int | None, ...]]:
+    """On a rank: the sizes of messages that the planner is asked to choose from."""
+    asked: list[tuple[int | None, ...]] = []
+
+    def solving(problem: Problem) -> Solution:
+        asked.append(problem.message_bytes)
+        return solve(problem)
+
+    with mock.patch.object(link.LinkProfile, "all_reduce", dipping), mock.patch.object(planning, "solve", solving):
+        plans(cache, 1.0)
+    return asked
+
+
+def test_the_sizes_of_messages_follow_from_the_profile(ranks: Worlds, tmp_path: Path) -> None:
+    assert ranks(2).run(choices_on_such_a_link, tmp_path) == [[(None, 2**10)], []], "the first rank plans"
 
 
 def test_the_shape_must_be_known() -> None:

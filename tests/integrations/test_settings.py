@@ -23,7 +23,7 @@ from .looping import set_up
 from .test_trainer import check
 
 PLAN = Plan("llama, hidden 32, 2 layers", 2, (2,) * 4, "merak", 3)
-MIXED = Plan("llama, hidden 32, 2 layers", 4, (4, 2, 1, 2), "oases", 2, ("full", "none", "none", "full"), "keep")
+MIXED = Plan("llama, hidden 32, 2 layers", 4, (4, 2, 1, 2), "oases", 2, ("full", "none", "none", "full"), "keep", 512)
 
 
 def test_variables_fill_in_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,10 +35,11 @@ def test_variables_fill_in_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> 
         "OASES_DEFER_WEIGHT_GRADS": "yes",
         "OASES_GATHER_LOGITS": "0",
         "OASES_SHARD_OPTIMIZER": "reduce",
+        "OASES_MESSAGE_MIB": "0.5",
     }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    expected = OasesConfig(4, None, "wang", 1, "none", True, False, "reduce")
+    expected = OasesConfig(4, None, "wang", 1, "none", True, False, "reduce", message_mib=0.5)
     assert OasesConfig(sub_batches=1) == expected
     assert vars(OasesPlugin(sub_batches=1)) == vars(expected)
     assert OasesConfig(schedule="merak").schedule == "merak"
@@ -63,6 +64,9 @@ REFUSED: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({}, {"recompute": "some"}, "recompute='some'; choose full or none"),
     ({"OASES_SHARD_OPTIMIZER": "1"}, {}, "shard_optimizer='1'; choose off, keep or reduce"),
     ({}, {"plan": PLAN, "shard_optimizer": True}, "plan and shard_optimizer are both set; the plan holds shard_optim"),
+    ({}, {"message_mib": 0}, "message_mib=0; give the size of a message, in MiB, above 0"),
+    ({"OASES_MESSAGE_MIB": "inf"}, {}, "message_mib=inf; give the size of a message, in MiB, above 0"),
+    ({"OASES_MESSAGE_MIB": "16"}, {"plan": PLAN}, "plan and message_mib are both set; the plan holds message_mib: le"),
     ({}, {"schedule": "fast"}, "schedule 'fast' is unknown; choose one of megatron, wang, merak, cross_pass, oases"),
     ({}, {"plan": PLAN, "schedule": "wang"}, "plan and schedule are both set; the plan holds schedule: leave one out"),
     ({"OASES_DEGREE": "2"}, {"plan": PLAN}, "plan and degree are both set; the plan holds degree: leave one out"),
@@ -85,7 +89,8 @@ def test_plans_survive_the_disk(tmp_path: Path) -> None:
     assert Plan.load(path) == PLAN
     assert OasesConfig(plan=str(path)).load_plan() == PLAN
     assert Plan.from_json(MIXED.to_json()) == MIXED
-    old = {name: value for name, value in json.loads(PLAN.to_json()).items() if name != "shard_optimizer"}
+    new = {"shard_optimizer", "message_bytes"}
+    old = {name: value for name, value in json.loads(PLAN.to_json()).items() if name not in new}
     assert Plan.from_json(json.dumps(old)) == PLAN
     path.write_text('{"degrees": [2, 2]}')
     with pytest.raises(ConfigError, match=r"plan .*plan.json: this is no plan .*write one with Plan.to_json"):
@@ -101,6 +106,9 @@ def test_a_degree_of_a_plan_divides_its_ranks() -> None:
         Plan("llama", 2, (2, 1), recompute=("full",))
     with pytest.raises(ConfigError, match=r"shard_optimizer='on'; choose off, keep or reduce"):
         Plan("llama", 2, (2, 1), shard_optimizer="on")  # type: ignore[arg-type]
+    for message_bytes in (0, -16, 40):
+        with pytest.raises(ConfigError, match=f"message_bytes={message_bytes}; choose a multiple of 16, or None"):
+            Plan("llama", 2, (2, 1), message_bytes=message_bytes)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
@@ -126,7 +134,7 @@ def test_a_plan_in_a_few_words() -> None:
     assert PLAN.summary() == "degree 2 in 4 blocks; schedule merak, 3 sub-batches"
     assert MIXED.summary() == (
         "degree 4 in 1 block, 2 in 1, 1 in 1, 2 in 1, 2 of them not recomputed; schedule oases, 2 sub-batches; "
-        "optimizer state owned once (keep)"
+        "optimizer state owned once (keep); messages of 0.000488281 MiB"
     )
 
 
@@ -151,6 +159,22 @@ def test_ranks_follow_from_the_settings(
     ranks: Worlds, settings: dict[str, Any], variables: dict[str, str], expected: tuple[int, int, str, int]
 ) -> None:
     assert ranks(4).run(sizes, settings, variables) == [expected] * 4
+
+
+def message_bytes(settings: dict[str, Any]) -> list[int | None]:
+    """On a rank: of the plan, of every block, and of what is outside of blocks."""
+    state = converted(set_up(settings)[1])
+    return [
+        state.plan.message_bytes,
+        *(link.message_bytes for link in state.stack.links),
+        state.vocabulary.link.message_bytes,
+    ]
+
+
+def test_blocks_are_told_the_size_of_messages(ranks: Worlds) -> None:
+    assert ranks(4).run(message_bytes, {"degree": 2, "message_mib": 1.5}) == [[3 * 2**19] * 5 + [None]] * 4
+    assert ranks(4).run(message_bytes, {"plan": MIXED}) == [[512] * 5 + [None]] * 4
+    assert ranks(4).run(message_bytes, {"degree": 2}) == [[None] * 6] * 4
 
 
 def printed(settings: dict[str, Any]) -> str:

@@ -124,7 +124,8 @@ def test_a_gap_is_kept_and_told(seed: int) -> None:
 def test_the_objective_is_the_prediction(seed: int) -> None:
     problem, times, sizes = instance(seed)
     solution = solve(problem, gap=0.0)
-    again = predict(problem, solution.degrees, solution.recompute, solution.sub_batches, solution.shard_optimizer)
+    ways = solution.sub_batches, solution.shard_optimizer, solution.message_bytes
+    again = predict(problem, solution.degrees, solution.recompute, *ways)
     assert again == solution.prediction
     assert np.isclose(times, again.step_ms, rtol=1e-12).any()
     assert again.memory.total in sizes[np.isclose(times, again.step_ms, rtol=1e-12)]

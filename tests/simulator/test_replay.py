@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from oases_hf.costs import KindCosts, Outside, Slowdown, Timing
+from oases_hf.costs import Curve, KindCosts, Outside, Slowdown, Timing
 from oases_hf.errors import ConfigError
 from oases_hf.plan import SCHEDULE_NAMES, Plan, Recompute, ScheduleName
 from oases_hf.planner import Problem, predict
@@ -184,3 +184,17 @@ def test_refusals() -> None:
         simulate(problem, Plan("a model", 2, (2,) * 3))
     with pytest.raises(ConfigError, match="sub_batches 8 was not measured"):
         simulate(problem, plan(problem, 2, sub_batches=8))
+
+
+@pytest.mark.parametrize("sub_batches", [1, 2, 4])
+def test_messages_take_what_the_planner_says(sub_batches: int) -> None:
+    """Of equal blocks the two agree, in whole tensors and in messages."""
+    table = by_hand(2, all_reduce={2: Curve(((4, 1.0), (8, 3.0), (32, 20.0)))})
+    problem = Problem(table, 4, 1.0)
+    found = []
+    for message_bytes in (None, 16):
+        each = plan(problem, 2, sub_batches=sub_batches, message_bytes=message_bytes)
+        ways = each.sub_batches, each.shard_optimizer, message_bytes
+        found.append(simulate(problem, each).step_ms)
+        assert found[-1] == pytest.approx(predict(problem, each.degrees, each.recompute, *ways).step_ms)
+    assert (found[1] < found[0]) == (sub_batches == 1), "a batch of 32 bytes is sent in two messages"
