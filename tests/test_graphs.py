@@ -20,6 +20,7 @@ from .parity import assert_gradients, float64_math
 from .ranks import Worlds
 from .reference import gradients, loss_of
 from .replaying import Recorder
+from .test_sent_messages import MESSAGE_BYTES
 from .tiny import batch, tiny_llama
 
 ROWS, SEQ = 4, 6
@@ -66,9 +67,12 @@ def warmed(tmp_size: int, schedule: ScheduleName = "oases", **options: Any) -> t
     return model, state, recorder
 
 
-def steps_as_in_one_process(schedule: ScheduleName, sub_batches: int, defer: bool, mixed: bool) -> None:
+def steps_as_in_one_process(
+    schedule: ScheduleName, sub_batches: int, defer: bool, mixed: bool, message_bytes: int | None = None
+) -> None:
     degrees = [1, 2, 2, 1] if mixed else None
-    options = {"sub_batches": sub_batches, "defer_weight_grads": defer, "degrees": degrees}
+    options: dict[str, Any] = {"sub_batches": sub_batches, "defer_weight_grads": defer, "degrees": degrees}
+    options["message_bytes"] = message_bytes
     model, state, recorder = warmed(2, schedule, **options)
     for seeds, set_to_none in (((3,), True), ((4, 5), False), ((6, 7, 8), True)):
         step(model, state, *seeds, set_to_none=set_to_none)
@@ -83,6 +87,12 @@ def steps_as_in_one_process(schedule: ScheduleName, sub_batches: int, defer: boo
 def test_gradients(ranks: Worlds, schedule: ScheduleName, sub_batches: int, defer: bool, mixed: bool) -> None:
     """Zeroed or set to None between steps, one micro-batch or several."""
     ranks(2).run(steps_as_in_one_process, schedule, sub_batches, defer, mixed)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+def test_messages(ranks: Worlds, schedule: ScheduleName) -> None:
+    """A sum that is sent in several messages, none of which a recording keeps."""
+    ranks(2).run(steps_as_in_one_process, schedule, 2, False, True, MESSAGE_BYTES)
 
 
 def new_batches_each_step(name: str, degrees: list[int]) -> None:
