@@ -10,6 +10,7 @@ Shapes: B batch, S sequence, H hidden, ``x_…`` this rank's share of a dimensio
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -66,13 +67,17 @@ class VocabParallelHead(nn.Linear):
         return self.finish(super().forward(apply(CopyToGroup, x, self.link.axis)))
 
 
+@cache
+def _both(mixin: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
+    """The class of all modules that are both: what is compiled for one serves the others, as they are of one class."""
+    return type(f"{mixin.__name__}{original.__name__}", (mixin, original), {"__module__": mixin.__module__})
+
+
 def adopt(module: nn.Module, mixin: type[nn.Module], **attributes: object) -> None:
     """Put ``mixin`` before the class of ``module``, in place, and set its attributes."""
     original = type(module)
-    if issubclass(mixin, original):
-        module.__class__ = mixin
-    else:
-        name = f"{mixin.__name__}{original.__name__}"
-        module.__class__ = type(name, (mixin, original), {"__module__": mixin.__module__})
+    if not issubclass(mixin, original):
+        mixin = _both(mixin, original)  # type: ignore[arg-type]  # mypy takes the hash of a module for that of its class
+    module.__class__ = mixin
     for name, value in attributes.items():
         setattr(module, name, value)
