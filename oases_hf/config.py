@@ -38,6 +38,7 @@ _READ: dict[str, Callable[[str], Any]] = {
     "sequence_length": int,
     "defer_weight_grads": _flag,
     "cuda_graphs": _flag,
+    "compile": _flag,
     "gather_logits": _flag,
     "shard_optimizer": str,
     "message_mib": float,
@@ -69,6 +70,10 @@ class OasesConfig:
         cuda_graphs: on GPUs, record the kernels of the layers once per shape of a batch, and launch them together
             (default: True). With dropout, or hooks in layers, they are launched one by one all the same. Costs memory:
             what layers need between forward and backward is not there for the rest of the model then.
+        compile: ``torch.compile`` what blocks compute up to their row-parallel projections, once for all layers that
+            are alike (default: False). Of weight gradients, those of row-parallel projections alone can be put off
+            then. With dropout on attention weights, or hooks in layers, blocks are not compiled all the same.
+            ``degree="auto"`` measures blocks that are not compiled.
         gather_logits: return whole logits when training with labels (default: ``logits`` is None).
         shard_optimizer: of what several ranks hold alike (blocks of low degree, data parallelism), who keeps the
             optimizer's state. ``off`` (default): all of them. ``keep`` (or True): one of them, to whom the others hand
@@ -111,6 +116,7 @@ class OasesConfig:
     async_save: bool | None = None
     ignore_failed_saves: bool | None = None
     cuda_graphs: bool | None = None
+    compile: bool | None = None
     peak_tflops: float | None = None
     message_mib: float | None = None
 
@@ -149,7 +155,7 @@ class OasesConfig:
     def _check_types(self) -> None:
         """Refuse what would fail later, and not say which setting it is of."""
         whole = ("tmp_size", "sub_batches", "batch_size", "sequence_length")
-        flags = ("defer_weight_grads", "cuda_graphs", "gather_logits", "async_save", "ignore_failed_saves")
+        flags = ("defer_weight_grads", "cuda_graphs", "compile", "gather_logits", "async_save", "ignore_failed_saves")
         for names, kind in ((whole, int), (flags, bool)):
             for name in names:
                 value = getattr(self, name)

@@ -31,6 +31,7 @@ from .parallel.mesh import Mesh
 from .parallel.rng import DropoutSeeds
 from .parallel.sharding import Layout
 from .plan import Plan
+from .runtime.compiled import Compiled
 from .runtime.graphs import Graphs
 from .runtime.loop import StackList, one_by_one
 from .runtime.recorder import cuda_recorder
@@ -56,6 +57,7 @@ def convert(
     gather_logits: bool = False,
     defer_weight_grads: bool = False,
     cuda_graphs: bool = True,
+    compile: bool = False,
     unread: bool = False,
 ) -> Converted:
     """Shard ``model`` over the TMP world of ``mesh`` as ``plan`` says, in place; all ranks call it.
@@ -67,6 +69,7 @@ def convert(
         gather_logits: return whole logits in training when labels are given.
         defer_weight_grads: compute weight gradients while input gradients are reduced.
         cuda_graphs: on GPUs, record what forward and backward launch, and replay it.
+        compile: compile what blocks compute.
         unread: parameters are meta tensors, still or in part: the caller reads this rank's parts of them afterwards.
 
     Raises:
@@ -96,6 +99,8 @@ def convert(
     stack = _install_stack(model, family, plan, links, sync, defer_weight_grads)
     if cuda_graphs:
         stack.graphs = _graphs(stack)
+    if compile:
+        stack.compiled = Compiled(masked=bool(getattr(model.config, family.attention_dropout, 0.0)))
     _share_dropouts(model, layers, family, of_layers, vocabulary.link)
     dropout = Dropout(base, mesh.data.rank, links, vocabulary.link, stack.seeds)
     dropout.seed(base)

@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from torch._dynamo.utils import counters
 
 from oases_hf import OasesPlugin
 from oases_hf.convert import block_count
 from oases_hf.integrations.optimizers import watch_steps
 from oases_hf.models.converted import Converted
-from oases_hf.plan import SCHEDULE_NAMES, Recompute, ShardOptimizer
+from oases_hf.plan import SCHEDULE_NAMES, Recompute, ScheduleName, ShardOptimizer
 from oases_hf.runtime.graphs import WARM
 from tests.families import FAMILIES
 from tests.parallel import full_gradients, full_parameters, one_step, parallel
@@ -117,6 +118,27 @@ def check_mixed() -> int:
         check_recorded(state)
         assert_gradients(full_gradients(model), {n: g.cpu() for n, g in gradients(whole).items()})
         compared += 1
+    return compared
+
+
+def check_compiled() -> int:
+    """Steps of compiled blocks, kernel by kernel and then recorded; by then, everything is compiled."""
+    compared, world = 0, dist.get_world_size()
+    for name, schedule in itertools.product(("llama", "gpt2", "bert", "gemma3"), ("oases", "wang")):
+        data = on_gpu(FAMILIES[name].batch(ROWS, SEQ, padding="right"))
+        whole, model = (cast(Any, FAMILIES[name].model()).cuda().train() for _ in range(2))
+        with float64_math():
+            whole(**data).loss.backward()
+        state, found = parallel(model, world, cast(ScheduleName, schedule), compile=True), []
+        for _ in range(WARM + 2):
+            one_step(model, [data])
+            found.append(counters["stats"]["unique_graphs"])
+        check_recorded(state)
+        assert not state.stack._said
+        assert found[WARM:] == [found[WARM - 1]] * 2
+        assert_gradients(full_gradients(model), {n: g.cpu() for n, g in gradients(whole).items()})
+        compared += 1
+    assert counters["stats"]["unique_graphs"] > 0
     return compared
 
 
@@ -244,6 +266,7 @@ CHECKS = {
     "compared": check_schedules,
     "with dropout": check_families,
     "mixed": check_mixed,
+    "compiled": check_compiled,
     "owned": check_owned,
     "precisions": check_precisions,
     "switches": check_switches,

@@ -105,6 +105,7 @@ def _check_same(config: OasesConfig, state: Converted) -> None:
         "message_mib": plan.message_bytes and plan.message_bytes / 2**20,
         "defer_weight_grads": state.stack.defer,
         "cuda_graphs": state.stack.graphs is not None,
+        "compile": state.stack.compiled is not None,
         "gather_logits": state.vocabulary.gather_logits,
     }
     asked = {name: getattr(config, name) for name in is_now} | {"plan": config.load_plan()}

@@ -66,6 +66,7 @@ def convert_as(
         gather_logits=bool(config.gather_logits),
         defer_weight_grads=chosen.defer if config.defer_weight_grads is None else config.defer_weight_grads,
         cuda_graphs=config.cuda_graphs is not False,
+        compile=bool(config.compile),
         unread=unread,
     )
     if mesh.tmp.size > 1 and state.sharded_fraction == 0.0:

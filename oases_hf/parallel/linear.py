@@ -105,7 +105,9 @@ class _Parallel(nn.Module):
     def apply_to(self, x: Tensor, bias: nn.Parameter | None, unread: bool = False) -> Tensor:
         """The layer on ``x``, its weight gradient put off when the link asks for that; a stand-in if ``unread``."""
         weight, put_off = self.weight, self.link.put_off
-        if not weight.requires_grad or any(_hooked(p) for p in (weight, bias) if p is not None):
+        if put_off is not None and (
+            not weight.requires_grad or any(_hooked(p) for p in (weight, bias) if p is not None)
+        ):
             put_off = None
         if torch.is_grad_enabled() and (put_off is not None or unread):
             return apply(_Linear, x, weight, bias, self.transposed, put_off, unread)

@@ -28,6 +28,7 @@ class Block:
         parameters: the parameters it uses.
         norm: what the reduced output goes through; None when it is just added to the stream.
         norm_of_sum: the norm is of the stream and the output together, not of the output alone.
+        compiled: ``partial`` may only be called to stop before the projections.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Block:
     parameters: tuple[nn.Parameter, ...]
     norm: Callable[[Tensor], Tensor] | None = None
     norm_of_sum: bool = False
+    compiled: bool = False
 
     def join(self, hidden: Tensor, reduced: Tensor) -> tuple[Tensor, Tensor | None]:
         """The stream behind the block, and what its norm was of, which backward needs."""
@@ -79,7 +81,7 @@ class Inner:
 
     shape: torch.Size
     captured: list[Captured]
-    pieces: list[tuple[Tensor, ...]]
+    pieces: Sequence[tuple[Tensor, ...]]
     recording: bool
 
     def project(self, piece: int) -> Tensor:

@@ -103,7 +103,8 @@ class Run:
     def forward(self, hidden: Tensor) -> Tensor:
         """Run the forward half on ``[B, S, H]``."""
         self._autocast = Autocast.of(hidden.device.type)
-        for k, part in enumerate(self._rows.split(hidden, self._sub_batches)):
+        # Detached, as the input of every other block is: what is compiled for those serves the first one.
+        for k, part in enumerate(self._rows.split(hidden.detach(), self._sub_batches)):
             self._hidden[0, k] = part
         self._execute("forward", self._ready.schedule.forward)
         # Popped, else the run would hold its output: a cycle with the autograd node.
@@ -133,7 +134,7 @@ class Run:
             case Recompute():
                 self._recompute(op)
             case Project(collective):
-                self._project(collective)
+                self._project(collective, self._inners[collective.siblings()[0]])
             case StartAsync(collective):
                 self._start(collective)
             case Slice(collective):
@@ -186,25 +187,22 @@ class Run:
 
     def _compute(self, op: Forward | Recompute, tensor: Reduced, x: Tensor) -> None:
         """Run a block on ``x``, ``[b, S, H]``; in pieces, stop before its projections."""
-        key = (op.block, op.sub_batch)
+        key, block = (op.block, op.sub_batch), self._blocks[op.block]
         first = Collective(*key, tensor, 0, op.pieces)
-        captured: list[Captured] | None = [] if op.pieces > 1 else None
-        # Of a recompute that is not sent, only the graph is of use: its last matmul is spared.
-        unread = captured is None and tensor == "recomputed" and first not in self._ready.sent
-        with self._inside(key, tensor == "recomputed", x.device, captured, unread=unread):
-            share = self._blocks[op.block].partial(x, op.sub_batch)
+        captured: list[Captured] | None = [] if op.pieces > 1 or block.compiled else None
+        with self._inside(first, x.device, captured):
+            share = block.partial(x, op.sub_batch)
         if captured is None:
             self._made(first, share)
+        elif op.pieces == 1:
+            self._project(first, Inner(x.shape, captured, [(each.x,) for each in captured], torch.is_grad_enabled()))
         else:
             pieces = [each.x.flatten(0, -2).tensor_split(op.pieces) for each in captured]
             self._inners[first] = Inner(x.shape, captured, pieces, torch.is_grad_enabled())
 
-    def _project(self, collective: Collective) -> None:
-        inner = self._inners[collective.siblings()[0]]
-        key = (collective.block, collective.sub_batch)
-        device, piece, recompute = inner.captured[0].x.device, collective.piece, collective.tensor == "recomputed"
-        with torch.set_grad_enabled(inner.recording), self._inside(key, recompute, device, piece=piece):
-            share = inner.project(piece)
+    def _project(self, collective: Collective, inner: Inner) -> None:
+        with torch.set_grad_enabled(inner.recording), self._inside(collective, inner.captured[0].x.device):
+            share = inner.project(collective.piece)
         self._made(collective, share)
 
     def _made(self, collective: Collective, share: Tensor) -> None:
@@ -217,21 +215,19 @@ class Run:
 
     @contextmanager
     def _inside(
-        self,
-        key: Key,
-        recompute: bool,
-        device: torch.device,
-        captured: list[Captured] | None = None,
-        *,
-        unread: bool = False,
-        piece: int = 0,
+        self, collective: Collective, device: torch.device, captured: list[Captured] | None = None
     ) -> Iterator[None]:
-        """The state in which a block computes: the same in recompute as in forward."""
+        """The state in which a block computes what a collective sums: the same in recompute as in forward."""
+        key, block = (collective.block, collective.sub_batch), self._blocks[collective.block]
+        recompute = collective.tensor == "recomputed"
+        # Of a recompute that is not sent, only the graph is of use: its last matmul is spared.
+        unread = recompute and collective not in self._ready.sent
+        put_off = None if block.compiled and captured is not None else self._put_off.get(key)
         with ExitStack() as stack:
-            link = self._blocks[key[0]].link
-            shared = self.masks.shared(*key, piece, link.replica)
-            stack.enter_context(link.executing(captured, self._put_off.get(key), unread, shared, self._outside))
-            stack.enter_context(seeded(self.masks.own(*key, piece), device, self._outside))
+            link = block.link
+            shared = self.masks.shared(*key, collective.piece, link.replica)
+            stack.enter_context(link.executing(captured, put_off, unread, shared, self._outside))
+            stack.enter_context(seeded(self.masks.own(*key, collective.piece), device, self._outside))
             if recompute:
                 stack.enter_context(self._autocast.again())
             yield

@@ -27,6 +27,7 @@ from ..parallel.rng import DropoutSeeds, Masks, seed_of, seeded
 from ..schedule import Instruction, Ready, Step, plan_step
 from .block import Block, Rows
 from .call import Call
+from .compiled import Compiled
 from .executor import Run
 from .graphs import Graphs, Replayed
 from .node import run_recorded
@@ -81,6 +82,7 @@ class Stack:
         training: the base model is in training mode, as of its last forward.
         watch: called with every instruction that runs.
         graphs: recordings, where they are wanted.
+        compiled: compiles blocks, where that is wanted.
         wait: called with every collective of a block that is waited for.
     """
 
@@ -102,6 +104,7 @@ class Stack:
     training: bool = True
     watch: Watch = unwatched
     graphs: Graphs | None = None
+    compiled: Compiled | None = None
     wait: Wait = just_wait
     plain: bool = False
     reduce_now: bool = False
@@ -157,14 +160,17 @@ class Stack:
         """A run of its layers."""
         ready = call.ready
         parts = [self._parts(context, len(call.hidden), ready.schedule.sub_batches) for context in call.contexts]
+        compiled = self._compiled(call.layers, call.training)
+        run = compiled or _as_it_is
         blocks = [
             Block(
                 f"{self.path}.{i}.{block.name}",
                 link,
-                partial(_partial, block.run, layer, parts[i][link.replicas]),
+                partial(_partial, run(block.run, link.axis.size), layer, parts[i][link.replicas]),
                 parameters,
                 None if block.norm is None else layer.get_submodule(block.norm),
                 block.norm_of_sum,
+                compiled is not None,
             )
             for (i, layer, block), link, parameters in zip(
                 self._walk(call.layers), self.links, self.block_parameters, strict=True
@@ -172,6 +178,13 @@ class Stack:
         ]
         masks = Masks(self.seeds if call.training else None, call.number)
         return Run(blocks, ready, self._rows, self.gradients, masks, self.watch, lambda work: self.wait(work), outside)
+
+    def _compiled(self, layers: Sequence[nn.Module], training: bool) -> Compiled | None:
+        """What compiles the blocks of ``layers``, where they can run compiled."""
+        why_not = None if self.compiled is None else self.compiled.why_not(layers, training)
+        if why_not is not None:
+            self._say(f"{why_not}: blocks are not compiled")
+        return None if why_not is not None else self.compiled
 
     def _passes(self, call: Call) -> Run | Replayed:
         """A recording of such a forward and its backward where there can be one, or else a run."""
@@ -253,6 +266,10 @@ class Stack:
 
 def _partial(run: Callable[..., Tensor], layer: nn.Module, contexts: list[dict[str, Any]], x: Tensor, k: int) -> Tensor:
     return run(layer, x, **contexts[k])
+
+
+def _as_it_is(run: Callable[..., Tensor], degree: int) -> Callable[..., Tensor]:
+    return run
 
 
 def _wants(module: nn.Module, kwargs: Mapping[str, Any], what: str) -> bool:

@@ -36,10 +36,11 @@ def test_variables_fill_in_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> 
         "OASES_GATHER_LOGITS": "0",
         "OASES_SHARD_OPTIMIZER": "reduce",
         "OASES_MESSAGE_MIB": "0.5",
+        "OASES_COMPILE": "1",
     }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    expected = OasesConfig(4, None, "wang", 1, "none", True, False, "reduce", message_mib=0.5)
+    expected = OasesConfig(4, None, "wang", 1, "none", True, False, "reduce", message_mib=0.5, compile=True)
     assert OasesConfig(sub_batches=1) == expected
     assert vars(OasesPlugin(sub_batches=1)) == vars(expected)
     assert OasesConfig(schedule="merak").schedule == "merak"
@@ -53,6 +54,7 @@ REFUSED: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({"OASES_TMPSIZE": "2"}, {}, "OASES_TMPSIZE in the environment is no setting; there are OASES_ASYNC_SAVE, "),
     ({"OASES_PEAK_TFLOPS": "-1"}, {}, "peak_tflops=-1; give the peak of a GPU, in 1e12 operations per second"),
     ({}, {"sub_batches": 2.5}, "sub_batches=2.5; give a whole number"),
+    ({}, {"compile": "inductor"}, "compile='inductor'; give True or False"),
     ({}, {"async_save": "no"}, "async_save='no'; give True or False"),
     ({}, {"degree": "most"}, "degree='most'; choose a number of ranks, or 'auto'"),
     ({}, {"degree": "auto", "schedule": "wang"}, "degree='auto' plans for the schedule oases, not wang; leave"),
