@@ -21,7 +21,7 @@ from ..plan import Plan
 from ..runtime.watch import Clock, Watch, unwatched
 from ..schedule import Backward, BackwardWeight, Forward, Recompute, StartAsync, Sync
 from .link import LinkProfile
-from .stopwatch import KeptBytes, PeakBytes, Stopwatch
+from .stopwatch import KeptBytes, Lead, PeakBytes, Stopwatch
 
 BUDGET_S = 3.0
 """Steps of one number of sub-batches are timed until this is spent, at least three and at most ten."""
@@ -151,14 +151,11 @@ class LayerProfile:
         return found
 
     def _steps(self, watch: Stopwatch, outside: list[float]) -> None:
-        """Time a few steps, after one that is not; what is not the blocks' goes to ``outside``.
-
-        The device waits until a step has been launched: as in a CUDA graph, launches are not what takes the time.
-        """
+        """Time a few steps, after two that are not; what is not the blocks' goes to ``outside``."""
         self._step(watch)
         launching = time.monotonic()
         self._step(watch)
-        launching_s = 2 * (time.monotonic() - launching)
+        lead = Lead(watch, self._clock, 2 * (time.monotonic() - launching))
         watch.read()
         watch.times.clear()
         deadline = time.monotonic() + BUDGET_S
@@ -167,11 +164,10 @@ class LayerProfile:
             if late and done >= 3:
                 break
             self.link.together()
-            self._clock.hold(launching_s)
             start = self._clock.now()
-            self._step(watch)
+            self._step(lead)
             whole = self._clock.ms(start, self._clock.now())
-            outside.append(whole - watch.read())
+            outside.append(whole - watch.read() - lead.read())
 
     def _step(self, watch: Watch = unwatched) -> None:
         self.state.stack.watch = watch

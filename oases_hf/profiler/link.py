@@ -45,6 +45,10 @@ class LinkProfile:
         ).tolist()
         return most
 
+    def mean(self, value: float) -> float:
+        """Of all ranks."""
+        return float(self._mesh.control.all_reduce(torch.tensor(value, dtype=torch.float64))) / self._mesh.world.size
+
     def all_reduce(self, axis: Axis) -> Curve:
         """The all-reduce over ``axis``, all groups of its size at once, by the bytes of the tensor."""
         return self._curve(axis.start_all_reduce, 1)
@@ -100,11 +104,11 @@ class LinkProfile:
         work_ms = statistics.median(self._work_ms(work, 1) for _ in range(SLOWDOWN_ROUNDS))
         collective_ms, work_ms = self.slowest([collective_ms, work_ms])
         repeats = max(1, round(collective_ms / work_ms / 2))
-        alone_ms = statistics.median(self._work_ms(work, repeats) for _ in range(SLOWDOWN_ROUNDS))
+        # As blocks are timed: alone, who is slowest each time; beside collectives, ranks are not slow together.
+        alone_ms = statistics.median(self.slowest([self._work_ms(work, repeats) for _ in range(SLOWDOWN_ROUNDS)]))
         beside = [self._beside(work, repeats, axis, message) for _ in range(SLOWDOWN_ROUNDS)]
-        work_beside, both = (statistics.median(times) for times in zip(*beside, strict=True))
-        alone_ms, work_beside, both = self.slowest([alone_ms, work_beside, both])
-        work_beside = max(alone_ms, work_beside)
+        worked, both = (statistics.median(times) for times in zip(*beside, strict=True))
+        work_beside, (both,) = max(alone_ms, self.mean(worked)), self.slowest([both])
         # While work runs, a collective slowed down f times does 1/f of what it would: the rest comes on top.
         lost = min(0.9, max(0.0, both - collective_ms) / min(work_beside, both))
         return Slowdown(work_beside / alone_ms, 1 / (1 - lost))

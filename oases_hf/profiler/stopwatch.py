@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ..runtime.watch import Clock
-from ..schedule import Backward, Instruction, Recompute, StartAsync, Sync, block_of
+from ..runtime.watch import Clock, Watch
+from ..schedule import Backward, Forward, Instruction, Recompute, StartAsync, Sync, block_of
 
 Key = tuple[type[Instruction], int]
 Timed = tuple[type[Instruction], int, str]
@@ -54,6 +54,37 @@ class Stopwatch:
             total += self.times[key][-1]
         self._spans.clear()
         return total
+
+
+class Lead:
+    """Keeps a GPU from beginning a pass before it was launched: as in a recording, launches take no time.
+
+    Not a whole step: what models do before their layers may wait for the device, as for a mask, and the loss too.
+
+    Args:
+        watch: for every instruction.
+        clock: of the device.
+        seconds: to keep it.
+    """
+
+    def __init__(self, watch: Watch, clock: Clock, seconds: float) -> None:
+        self._watch, self._clock, self._seconds = watch, clock, seconds
+        self._half: type[Instruction] = Backward
+        self._laps: list[tuple[Any, Any]] = []
+
+    def __call__(self, op: Instruction) -> AbstractContextManager[None]:
+        """Watch ``op``, which may be the first of a pass."""
+        half = Forward if isinstance(op, Forward) else Backward if isinstance(op, Recompute | Backward) else self._half
+        if half is not self._half:
+            self._half, begin = half, self._clock.now()
+            self._clock.hold(self._seconds)
+            self._laps.append((begin, self._clock.now()))
+        return self._watch(op)
+
+    def read(self) -> float:
+        """For how many ms the device was kept since the last reading."""
+        laps, self._laps = self._laps, []
+        return sum(self._clock.ms(*lap) for lap in laps)
 
 
 class KeptBytes:
