@@ -15,6 +15,7 @@ from oases_hf.plan import SCHEDULE_NAMES, ScheduleName
 from oases_hf.runtime.graphs import KEPT, WARM
 
 from .families import FAMILIES
+from .pairwise import covering
 from .parallel import full_gradients, one_step, parallel
 from .parity import assert_gradients, float64_math
 from .ranks import Worlds
@@ -80,10 +81,10 @@ def steps_as_in_one_process(
     assert (recorder.recordings, recorder.replays) == (2, 2 * (1 + 1 + 2 + 3))
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("defer", [False, True])
-@pytest.mark.parametrize("sub_batches", [1, 2])
-@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+SETTINGS = covering(SCHEDULE_NAMES, (1, 2), (False, True), (False, True))
+
+
+@pytest.mark.parametrize(("schedule", "sub_batches", "defer", "mixed"), SETTINGS)
 def test_gradients(ranks: Worlds, schedule: ScheduleName, sub_batches: int, defer: bool, mixed: bool) -> None:
     """Zeroed or set to None between steps, one micro-batch or several."""
     ranks(2).run(steps_as_in_one_process, schedule, sub_batches, defer, mixed)
