@@ -84,26 +84,18 @@ def convert(
     layers = stack_of(model, family)
     for layer in layers:
         check_layer(layer, family)
-    make_equal(model, mesh)
-    sharder = Sharder(mesh.tmp.rank)
     of_layers = [placements[i : i + len(family.blocks)] for i in range(0, len(placements), len(family.blocks))]
-    for layer, of_layer in zip(layers, of_layers, strict=True):
-        shard_layer(layer, family, of_layer, sharder)
-    vocabulary.shard(sharder)
-    sharder.retie(model)
+    sharder = _shard(model, mesh, family, of_layers, vocabulary)
     layouts = _layouts(model, layers, family, of_layers, sharder)
     links = tuple(placement.link for placement in placements)
     sync = GradientSync(mesh, layouts, plan.shard_optimizer)
-    # Rank 0's seed: ranks that are seeded apart must draw some masks alike.
-    base = int(mesh.control.broadcast(torch.tensor([torch.initial_seed() % 2**63])))
     stack = _install_stack(model, family, plan, links, sync, defer_weight_grads)
     if cuda_graphs:
         stack.graphs = _graphs(stack)
     if compile:
         stack.compiled = Compiled(masked=bool(getattr(model.config, family.attention_dropout, 0.0)))
     _share_dropouts(model, layers, family, of_layers, vocabulary.link)
-    dropout = Dropout(base, mesh.data.rank, links, vocabulary.link, stack.seeds)
-    dropout.seed(base)
+    dropout = _dropout(mesh, links, vocabulary.link, stack)
     model.register_forward_pre_hook(partial(_share_batch, mesh), with_kwargs=True)
     vocabulary.install(model)
     names = {name: layouts[p] for name, p in model.named_parameters(remove_duplicate=False)}
@@ -114,6 +106,31 @@ def convert(
     )
     object.__setattr__(model, "oases", state)
     return state
+
+
+def _shard(
+    model: PreTrainedModel,
+    mesh: Mesh,
+    family: Family,
+    of_layers: Sequence[Sequence[Placement]],
+    vocabulary: Vocabulary,
+) -> Sharder:
+    """Replace the parameters of ``model`` by this rank's parts; returns what knows which those are."""
+    make_equal(model, mesh)
+    sharder = Sharder(mesh.tmp.rank)
+    for layer, of_layer in zip(stack_of(model, family), of_layers, strict=True):
+        shard_layer(layer, family, of_layer, sharder)
+    vocabulary.shard(sharder)
+    sharder.retie(model)
+    return sharder
+
+
+def _dropout(mesh: Mesh, links: tuple[Link, ...], outside: Link, stack: Stack) -> Dropout:
+    """What masks are drawn from. By rank 0's seed: ranks that are seeded apart must draw some masks alike."""
+    base = int(mesh.control.broadcast(torch.tensor([torch.initial_seed() % 2**63])))
+    dropout = Dropout(base, mesh.data.rank, links, outside, stack.seeds)
+    dropout.seed(base)
+    return dropout
 
 
 @contextmanager

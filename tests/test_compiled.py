@@ -85,7 +85,13 @@ def all_schedules(name: str, wanted: Expected) -> int:
         return graphs()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+OFTEN = {"llama", "bert"}
+"""The families that differ most."""
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 def test_gradients_of_all_schedules(ranks: Worlds, name: str) -> None:
     """Which pieces there are, which output has a reader, and what is put off, is outside of what is compiled."""
     for found in ranks(2).run(all_schedules, name, expected(name, rows_of(name)), timeout_s=80):

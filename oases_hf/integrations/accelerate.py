@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +28,7 @@ from ..models.metrics import Metrics
 from ..parallel.mesh import Mesh
 from .banner import banner
 from .evaluation import gathering
-from .leaving import end_together
+from .leaving import Progress, end_together
 from .measuring import measure
 from .optimizers import common_scaler, scheduling, watch_steps
 from .overrides import override
@@ -240,14 +241,15 @@ def _backward(
 
     object.__setattr__(model, "no_sync", no_sync)
     progress.restart()
-
-    def begin(*_: Any) -> None:
-        progress.forward()
-        if tracer is not None:
-            state.stack.watch = tracer.watch()
-
-    model.register_forward_pre_hook(begin)
+    model.register_forward_pre_hook(partial(_begin_forward, state, tracer, progress))
     return backward
+
+
+def _begin_forward(state: Converted, tracer: Tracer | None, progress: Progress, *_: Any) -> None:
+    """Forward pre-hook of the model."""
+    progress.forward()
+    if tracer is not None:
+        state.stack.watch = tracer.watch()
 
 
 def _clip(accelerator: Accelerator, state: Converted) -> Callable[..., Tensor]:

@@ -49,6 +49,7 @@ def test_layers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert "== hidden 64, no-p2p-fp32\n" in out
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_whole_models(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.json"
