@@ -5,10 +5,11 @@ Heads, key/value heads, MLP features and words divide unevenly over 2 and 4 rank
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import pytest
 import torch
 from transformers import (
     AutoConfig,
@@ -161,3 +162,8 @@ FAMILIES: dict[str, Tiny] = {
         "roberta", AutoModelForMaskedLM, {**_SIZES, "type_vocab_size": 1}, _BERT_DROPOUTS, without_gradient=(_KEY_BIAS,)
     ),
 }
+
+
+def most_different(names: Iterable[str]) -> list[Any]:
+    """Families for ``parametrize``: those that differ most in every run, the others when slow tests run too."""
+    return [name if name in ("llama", "bert") else pytest.param(name, marks=pytest.mark.slow) for name in names]

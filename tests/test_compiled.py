@@ -22,7 +22,7 @@ from oases_hf.plan import SCHEDULE_NAMES
 from oases_hf.runtime import compiled
 from oases_hf.runtime.graphs import WARM
 
-from .families import FAMILIES, Padding
+from .families import FAMILIES, Padding, most_different
 from .integrations.looping import set_up
 from .parallel import full_gradients, one_step, parallel
 from .parity import assert_gradients, assert_loss, gradient_deviation
@@ -85,13 +85,7 @@ def all_schedules(name: str, wanted: Expected) -> int:
         return graphs()
 
 
-OFTEN = {"llama", "bert"}
-"""The families that differ most."""
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.parametrize("name", most_different(FAMILIES))
 def test_gradients_of_all_schedules(ranks: Worlds, name: str) -> None:
     """Which pieces there are, which output has a reader, and what is put off, is outside of what is compiled."""
     for found in ranks(2).run(all_schedules, name, expected(name, rows_of(name)), timeout_s=80):

@@ -19,7 +19,7 @@ from oases_hf import Plan
 from oases_hf.convert import block_count, describe
 from oases_hf.errors import CheckpointError
 
-from ..families import FAMILIES
+from ..families import FAMILIES, most_different
 from ..parallel import full_moments
 from ..parity import float64_math
 from ..ranks import Worlds
@@ -87,11 +87,8 @@ def mixed_plan(model: PreTrainedModel, folder: Path, seed: int) -> str:
     return str(path)
 
 
-def _families() -> list[Any]:
-    """All that have a loss; those that differ most in every run."""
-    often = {"llama", "bert"}
-    names = [name for name, family in FAMILIES.items() if family.head != "none"]
-    return [name if name in often else pytest.param(name, marks=pytest.mark.slow) for name in names]
+LEARNING = [name for name, family in FAMILIES.items() if family.head != "none"]
+"""The families that have a loss."""
 
 
 class Compare(TrainerCallback):
@@ -127,7 +124,7 @@ def stage(task: Task, settings: Settings, resume: str | None, kept: Path) -> dic
     return end
 
 
-@pytest.mark.parametrize("family", _families())
+@pytest.mark.parametrize("family", most_different(LEARNING))
 def test_on_other_ranks(ranks: Worlds, tmp_path: Path, family: str) -> None:
     """Stages of two steps on 4, 2, 1 and 4 ranks, by uniform and mixed plans, also with owned optimizer state."""
     model = FAMILIES[family].model()
