@@ -85,7 +85,8 @@ def run(options: argparse.Namespace) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; returns the exit code."""
     options = parse_options(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in (signal.SIGINT, signal.SIGTERM):  # shells let what runs behind them ignore the first
+        signal.signal(number, signal.default_int_handler)
     try:
         return run(options)
     except ConfigError as error:

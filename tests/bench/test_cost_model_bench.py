@@ -17,6 +17,7 @@ SIZES = {"hidden": 32, "heads": 4, "ffn": 64, "layers": 2, "seq": 16, "batch": 4
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_it_compares_predicted_and_measured_times(tmp_path: Path) -> None:
     rows = tmp_path / "rows.json"
     sizes = [str(part) for name, size in SIZES.items() for part in (f"--{name}", size)]

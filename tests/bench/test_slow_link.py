@@ -24,6 +24,7 @@ TINY = ["--hidden=32", "--heads=4", "--ffn=48", "--layers=2", "--batch=4", "--se
 
 
 @on_links
+@pytest.mark.slow
 @pytest.mark.dist
 @pytest.mark.usefixtures("clean")
 def test_all_contenders_at_every_rate(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -155,6 +155,7 @@ def test_a_driver_that_hangs(examine_with: Examine, capfd: pytest.CaptureFixture
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_under_a_launcher_the_first_speaks() -> None:
     first, second = launch(2, DOCTOR)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
@@ -163,6 +164,7 @@ def test_under_a_launcher_the_first_speaks() -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_under_torchrun() -> None:
     elastic: list[str | Path] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run_launcher([*elastic, *DOCTOR])
@@ -182,6 +184,7 @@ WORK = ("--batch", "4", "--seq", "16")
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_the_gain_for_a_model(gpt2: Path, tmp_path: Path) -> None:
     done = run_launcher([*DOCTOR, gpt2, *WORK], env={"XDG_CACHE_HOME": str(tmp_path)})
     assert (done.returncode, done.stderr) == (0, "")

@@ -107,7 +107,9 @@ def in_a_process(folder: Path, call: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
-@pytest.mark.parametrize("step", [2, 1], ids=["another folder", "the same folder"])
+@pytest.mark.parametrize(
+    "step", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["another folder", "the same folder"]
+)
 def test_a_crash_behind_every_call(tmp_path: Path, step: int) -> None:
     assert int(in_a_process(tmp_path, f"test_crashes.crashes({step})")) > 100
 

@@ -206,7 +206,7 @@ def test_all_ranks_end_when_one_is_killed(tmp_path: Path, how: str) -> None:
         assert f"oases: rank 1 was killed in step 3; rank {rank} ends with it" in done[rank].stderr
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_accelerate_launch_ends_when_one_is_killed(tmp_path: Path, victim: int) -> None:
     done = run_launcher(accelerate(script(tmp_path, KILLED), str(victim), "stuck"))
     assert seconds_since_it_raised(done.stdout) < LIMIT_S
