@@ -68,8 +68,9 @@ class OasesConfig:
         defer_weight_grads: compute weight gradients while the all-reduce of the input's gradient runs. Default: False;
             with ``degree="auto"``, where that is simulated to pay.
         cuda_graphs: on GPUs, record the kernels of the layers once per shape of a batch, and launch them together
-            (default: True). With dropout, or hooks in layers, they are launched one by one all the same. Costs memory:
-            what layers need between forward and backward is not there for the rest of the model then.
+            (default: True). With hooks in layers, or ``shard_optimizer="reduce"``, they are launched one by one all
+            the same. Costs memory: what layers need between forward and backward is not there for the rest of the
+            model then.
         compile: ``torch.compile`` what blocks compute up to their row-parallel projections, once for all layers that
             are alike (default: False). Of weight gradients, those of row-parallel projections alone can be put off
             then. With dropout on attention weights, or hooks in layers, blocks are not compiled all the same.

@@ -15,8 +15,8 @@ from ..doctor.watching import START_LIMIT_S, Teller
 from ..joining import device_of_rank, process_group, silence_libraries
 from ..launching import PASS, Seat, under_launcher
 from ..parallel.mesh import Mesh
-from ..plan import Plan, ScheduleName
-from ..planner import Problem
+from ..plan import ScheduleName
+from ..planner import Problem, uniform_plan
 from ..profiler import Architecture, Workload, profile
 from ..schedule import kind
 from ..simulator import simulate
@@ -73,6 +73,5 @@ def _predict(
     costs = profile(model, mesh, workload, device, autocast_of(options, device), say=say)
     problem = Problem(costs, model.config.num_hidden_layers, math.inf)
     degree = max(costs.degrees())
-    degrees = (degree,) * len(problem.blocks)
-    plans = (Plan("the model", costs.tmp_size, degrees, name, kind(name).sub_batches) for name in COMPARED)
+    plans = (uniform_plan(problem, name, degree) for name in COMPARED)
     return Prediction(model.model_class.__name__, degree, *(simulate(problem, plan).step_ms for plan in plans))

@@ -8,11 +8,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast, get_args
+from typing import TYPE_CHECKING, cast, get_args
 
 from ..errors import ConfigError
 from ..plan import SCHEDULE_NAMES, Plan, Recompute, ScheduleName, ShardOptimizer
 from .options import above_zero, count, new_file
+
+if TYPE_CHECKING:
+    from ..planner import Problem
 
 SUMMARY = "replay the step of a plan on a compute and a communication lane"
 DESCRIPTION = """Replay an optimizer step of a plan, or of one degree for all blocks, on a compute and a communication
@@ -54,7 +57,7 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     try:
         costs = CostTable.load(options.costs)
         problem = Problem(costs, layers_of(costs, options), math.inf, options.accumulation)
-        plan = _plan(options, len(problem.blocks), costs.tmp_size)
+        plan = _plan(options, problem)
         found = simulate(problem, plan, defer_weight_grads=options.defer_weight_grads)
         if options.trace:
             write_trace(options.trace, {"simulated": found.spans}, {"simulated": found.memory})
@@ -73,8 +76,8 @@ def run(options: argparse.Namespace, arguments: Sequence[str]) -> int:
     return DONE
 
 
-def _plan(options: argparse.Namespace, blocks: int, tmp_size: int) -> Plan:
-    from ..schedule import kind
+def _plan(options: argparse.Namespace, problem: Problem) -> Plan:
+    from ..planner import uniform_plan
 
     if options.plan:
         if options.degree:
@@ -82,12 +85,11 @@ def _plan(options: argparse.Namespace, blocks: int, tmp_size: int) -> Plan:
         plan = Plan.load(options.plan)
     else:
         schedule = cast(ScheduleName, options.schedule or "oases")
-        degrees = (options.degree or tmp_size,) * blocks
-        plan = Plan("the model", tmp_size, degrees, schedule, kind(schedule).sub_batches)
+        plan = uniform_plan(problem, schedule, options.degree or problem.costs.tmp_size)
     asked = {
         "schedule": options.schedule,
         "sub_batches": options.sub_batches,
-        "recompute": options.recompute and (options.recompute,) * blocks,
+        "recompute": options.recompute and (options.recompute,) * len(problem.blocks),
         "shard_optimizer": options.shard_optimizer,
     }
     return replace(plan, **{name: value for name, value in asked.items() if value is not None})

@@ -89,7 +89,7 @@ class _Linear(torch.autograd.Function):
         return grad @ weight, of_weight, of_bias, None, None, None
 
 
-def _hooked(parameter: nn.Parameter) -> bool:
+def hooked(parameter: nn.Parameter) -> bool:
     """Whether somebody wants to see this parameter's gradient come out of autograd."""
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
@@ -106,7 +106,7 @@ class _Parallel(nn.Module):
         """The layer on ``x``, its weight gradient put off when the link asks for that; a stand-in if ``unread``."""
         weight, put_off = self.weight, self.link.put_off
         if put_off is not None and (
-            not weight.requires_grad or any(_hooked(p) for p in (weight, bias) if p is not None)
+            not weight.requires_grad or any(hooked(p) for p in (weight, bias) if p is not None)
         ):
             put_off = None
         if torch.is_grad_enabled() and (put_off is not None or unread):

@@ -6,7 +6,7 @@ Read ``terms`` for the cost model, ``solver`` for how the best plan is found.
 from .explanation import explain
 from .prediction import BlockPrediction, Memory, Prediction, predict, predict_uniform
 from .problem import Choice, Problem, message_choices
-from .solver import Solution, plan_of, solve
+from .solver import Solution, plan_of, solve, uniform_plan
 
 __all__ = [
     "BlockPrediction",
@@ -21,4 +21,5 @@ __all__ = [
     "predict",
     "predict_uniform",
     "solve",
+    "uniform_plan",
 ]

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import ConfigError
-from ..plan import Plan, Recompute, ShardOptimizer
+from ..plan import Plan, Recompute, ScheduleName, ShardOptimizer
+from ..schedule import kind
 from .dual import Dual, bound
 from .feasible import graphs, infeasible
 from .graph import Graph, Path
@@ -118,6 +119,12 @@ def plan_of(solution: Solution, model: str) -> Plan:
         solution.shard_optimizer,
         solution.message_bytes,
     )
+
+
+def uniform_plan(problem: Problem, schedule: ScheduleName, degree: int, model: str = "the model") -> Plan:
+    """One degree for all blocks, all recomputed, in as many sub-batches as ``schedule`` is made for."""
+    degrees = (degree,) * len(problem.blocks)
+    return Plan(model, problem.costs.tmp_size, degrees, schedule, kind(schedule).sub_batches)
 
 
 def _parts(problem: Problem) -> list[_Part]:

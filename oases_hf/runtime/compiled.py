@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .signature import is_hooked, with_tensors
+from .signature import hooks_inside, with_tensors
 
 BACKEND = "inductor"
 
@@ -38,7 +38,7 @@ class Compiled:
             # Forward and recompute are compiled apart, and torch may give up on either: masks could then differ.
             return "dropout on attention weights"
         # torch does not look again whether there are hooks.
-        return "hooks inside a layer" if any(is_hooked(m) for layer in layers for m in layer.modules()) else None
+        return "hooks inside a layer" if hooks_inside(layers) else None
 
     def __call__(self, run: Callable[..., Tensor], degree: int) -> Callable[..., Tensor]:
         """A block's ``run`` at a degree, for a link that captures what projections read; returns its own input."""

@@ -14,7 +14,7 @@ from typing import Any, assert_never
 import torch
 from torch import Tensor
 
-from ..parallel.actions import Outside, at_once
+from ..parallel.actions import Outside
 from ..parallel.gradients import GradientSync
 from ..parallel.linear import Captured, PutOff
 from ..parallel.rng import Masks, seeded
@@ -39,7 +39,7 @@ from ..schedule import (
 from ..schedule.instructions import Reduced
 from .block import Autocast, Block, Graph, Inner, Rows
 from .flights import Flights
-from .watch import Wait, Watch, just_wait, unwatched
+from .watch import Wait, Watch
 
 Key = tuple[int, int]
 
@@ -69,9 +69,9 @@ class Run:
         rows: Rows,
         gradients: GradientSync,
         masks: Masks,
-        watch: Watch = unwatched,
-        wait: Wait = just_wait,
-        outside: Outside = at_once,
+        watch: Watch,
+        wait: Wait,
+        outside: Outside,
     ) -> None:
         self._blocks = blocks
         self._ready = ready

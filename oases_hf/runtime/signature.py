@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..parallel.linear import hooked
 from .block import Autocast
 from .call import Call
 
@@ -16,7 +17,7 @@ def unrecordable(call: Call) -> str | None:
     """What keeps a call from being recorded; None when nothing does."""
     if torch.is_anomaly_enabled() or torch._C._len_torch_dispatch_stack():
         return "somebody watches operators"
-    if any(is_hooked(module) or _watches_gradients(module) for layer in call.layers for module in layer.modules()):
+    if hooks_inside(call.layers) or any(hooked(p) for layer in call.layers for p in layer.parameters()):
         return "hooks inside a layer"
     for name, value in (item for context in call.contexts for item in context.items()):
         for leaf in _leaves(value):
@@ -50,9 +51,9 @@ def is_hooked(module: nn.Module) -> bool:
     return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
 
 
-def _watches_gradients(module: nn.Module) -> bool:
-    parameters = (p for p in module._parameters.values() if p is not None)
-    return any(p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None) for p in parameters)
+def hooks_inside(layers: Sequence[nn.Module]) -> bool:
+    """Whether somebody watches the calls of modules of some layer."""
+    return any(is_hooked(module) for layer in layers for module in layer.modules())
 
 
 def _state(module: nn.Module) -> Hashable:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
-def config_of(options: argparse.Namespace, vocab: int, seq: int) -> LlamaConfig:
-    """Of ``hidden``, ``ffn``, ``layers`` and ``heads``."""
+def config_of(sizes: Any, vocab: int, seq: int) -> LlamaConfig:
+    """Of what has ``hidden``, ``ffn``, ``layers`` and ``heads``: a command line's options, or a shape."""
     return LlamaConfig(
-        hidden_size=options.hidden,
-        intermediate_size=options.ffn,
-        num_hidden_layers=options.layers,
-        num_attention_heads=options.heads,
+        hidden_size=sizes.hidden,
+        intermediate_size=sizes.ffn,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
         max_position_embeddings=seq,
         vocab_size=vocab,
         use_cache=False,

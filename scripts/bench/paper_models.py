@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from oases_hf.costs import CostTable, ElementBytes, Timing
-from oases_hf.plan import Plan, ScheduleName
-from oases_hf.planner import Problem
+from oases_hf.plan import ScheduleName
+from oases_hf.planner import Problem, uniform_plan
 from oases_hf.planner.problem import GIB
-from oases_hf.schedule import kind
 from oases_hf.simulator import Simulation, simulate
 from oases_hf.simulator.cluster import ClusterSpec, Work
 from scripts.bench.paper_plans import DATA, GPUS, MATRICES, SEQUENCE, cost_table
@@ -76,8 +75,7 @@ class Model:
 
     def uniform(self, problem: Problem, schedule: ScheduleName) -> Simulation:
         """A step at the paper's degree."""
-        degrees = (self.degree,) * len(problem.blocks)
-        return simulate(problem, Plan(self.name, self.degree, degrees, schedule, kind(schedule).sub_batches))
+        return simulate(problem, uniform_plan(problem, schedule, self.degree, self.name))
 
     def k_tokens_per_s(self, problem: Problem, step: Simulation) -> float:
         """Of all GPUs, in thousands."""

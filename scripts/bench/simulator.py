@@ -22,10 +22,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
-from oases_hf import Plan
 from oases_hf.plan import SCHEDULE_NAMES
-from oases_hf.planner import Problem
-from oases_hf.schedule import kind
+from oases_hf.planner import Problem, uniform_plan
 from oases_hf.simulator import simulate
 from scripts.bench.training import measure, profiled
 
@@ -87,8 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     problem = Problem(costs, options.layers, 1e9, options.accumulation)
     rows = []
     for name in SCHEDULE_NAMES:
-        degrees = (mesh.tmp.size,) * len(problem.blocks)
-        plan = Plan(model, mesh.tmp.size, degrees, name, kind(name).sub_batches)
+        plan = uniform_plan(problem, name, mesh.tmp.size, model)
         found = measure(options, plan)
         simulated = simulate(problem, plan)
         rows.append(Row(name, simulated.step_ms, found.ms, simulated.exposed_ms, found.waiting_ms))

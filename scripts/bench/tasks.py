@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -14,11 +13,9 @@ from transformers import LlamaConfig
 
 from oases_hf.plan import SCHEDULE_NAMES
 from scripts.bench.contenders import VOCAB
-from scripts.bench.paper_plans import DATA, GPUS
+from scripts.bench.llama import config_of
+from scripts.bench.paper_models import HEAD, models, read
 from scripts.bench.rows import Row, read_json, write_json
-
-HEAD = 128
-"""Elements of an attention head, where heads are not given."""
 
 Part = Literal["layers", "whole"]
 Recompute = Literal["full", "none", "auto"]
@@ -42,23 +39,21 @@ class Shape:
 
     def config(self, part: Part, seq: int, vocab: int) -> LlamaConfig:
         """Of the model; ``vocab`` is of a whole one."""
-        return LlamaConfig(
-            hidden_size=self.hidden,
-            intermediate_size=self.ffn,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            max_position_embeddings=seq,
-            vocab_size=vocab if part == "whole" else VOCAB,
-            use_cache=False,
-        )
+        return config_of(self, vocab if part == "whole" else VOCAB, seq)
 
 
 def paper_shapes(layers: int | None) -> dict[str, Shape]:
     """The paper's seven models as LLaMA layers: hidden size, layers unless given, and batch of a TMP world."""
-    rows = json.loads((DATA / "paper.json").read_text())["models"]
     return {
-        name: Shape(name, hidden, llama_ffn(hidden), hidden // HEAD, layers or depth, batch * degree // GPUS)
-        for name, hidden, depth, degree, batch in rows
+        model.name: Shape(
+            model.name,
+            model.hidden,
+            llama_ffn(model.hidden),
+            model.hidden // HEAD,
+            layers or model.layers,
+            model.rows,
+        )
+        for model in models(read())
     }
 
 
