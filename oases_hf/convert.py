@@ -91,7 +91,7 @@ def convert(
     sync = GradientSync(mesh, layouts, plan.shard_optimizer)
     stack = _install_stack(model, family, plan, links, sync, defer_weight_grads)
     if cuda_graphs:
-        stack.graphs = _graphs(stack)
+        stack.graphs = graphs_of(stack)
     if compile:
         stack.compiled = Compiled(masked=bool(getattr(model.config, family.attention_dropout, 0.0)))
     _share_dropouts(model, layers, family, of_layers, vocabulary.link)
@@ -210,8 +210,8 @@ def _install_stack(
     return stack
 
 
-def _graphs(stack: Stack) -> Graphs:
-    """What records the passes of ``stack``."""
+def graphs_of(stack: Stack) -> Graphs:
+    """What records the passes of ``stack``; it has recorded none."""
     return Graphs(cuda_recorder, list(dict.fromkeys(itertools.chain.from_iterable(stack.block_parameters))))
 
 

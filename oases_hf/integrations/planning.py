@@ -144,7 +144,7 @@ def _planned(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh, confi
         (cast(ShardOptimizer, config.shard_optimizer),) if config.shard_optimizer else get_args(ShardOptimizer),
         message_bytes=(config.message_bytes,) if config.message_bytes else message_choices(costs),
     )
-    answer = mesh.from_first(lambda: _Answer.of(problem, model))
+    answer = mesh.from_first(lambda: _Answer.of(problem, describe(model)))
     if answer.chosen is None:
         raise ConfigError(answer.reason)
     for line in answer.reason.splitlines():
@@ -160,19 +160,28 @@ class _Answer:
     reason: str = ""
 
     @classmethod
-    def of(cls, problem: Problem, model: PreTrainedModel) -> _Answer:
+    def of(cls, problem: Problem, model: str) -> _Answer:
         try:
-            solution = solve(problem)
+            return cls(*decide(problem, model))
         except ConfigError as error:
             return cls(None, str(error))
-        plan, reason = plan_of(solution, describe(model)), explain(solution)
-        at_once, deferred = (simulate(problem, plan, defer_weight_grads=defer).step_ms for defer in (False, True))
-        defer = deferred < (1 - WORTH) * at_once
-        if defer:
-            reason += f"\nweight gradients are deferred, which makes a step {1 - deferred / at_once:.1%} shorter"
-        if plan.sub_batches == 1:
-            reason += "\nto overlap sub-batches does not pay here: there is one"
-        return cls(Chosen(plan, defer), reason)
+
+
+def decide(problem: Problem, model: str) -> tuple[Chosen, str]:
+    """What the planner chooses for a model, and whether deferring then pays, which simulation says; and why.
+
+    Raises:
+        ConfigError: no plan fits into memory.
+    """
+    solution = solve(problem)
+    plan, reason = plan_of(solution, model), explain(solution)
+    at_once, deferred = (simulate(problem, plan, defer_weight_grads=defer).step_ms for defer in (False, True))
+    defer = deferred < (1 - WORTH) * at_once
+    if defer:
+        reason += f"\nweight gradients are deferred, which makes a step {1 - deferred / at_once:.1%} shorter"
+    if plan.sub_batches == 1:
+        reason += "\nto overlap sub-batches does not pay here: there is one"
+    return Chosen(plan, defer), reason
 
 
 def _memory_gib(mesh: Mesh, device: torch.device) -> float:

@@ -10,16 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import torch
 from torch import Tensor
 from transformers import AutoModel, LlamaConfig, LlamaModel, PreTrainedModel
 from transformers.utils import logging
 
-from oases_hf.convert import block_count, convert, describe
+from oases_hf.convert import block_count, convert, describe, graphs_of
 from oases_hf.errors import ConfigError
 from oases_hf.models.converted import Converted
-from oases_hf.parallel.mesh import Mesh
+from oases_hf.parallel.mesh import DONE, Axis, Mesh, Pending
 from oases_hf.plan import Plan, Recompute
 from oases_hf.schedule import kind
 from scripts.bench.rows import Recomputed
@@ -91,6 +92,10 @@ class Training:
     def prepare(self) -> None:
         self.model.zero_grad(set_to_none=True)
 
+    def forget(self) -> None:
+        """Free what earlier steps left, beside the weights."""
+        self.prepare()
+
     def step(self) -> Tensor:
         """Forward and backward; returns the output of this rank's rows."""
         output: Tensor = self.model(input_ids=self._ids).last_hidden_state
@@ -135,6 +140,12 @@ class Planned(Training):
     def prepare(self) -> None:
         self.state.stack.reduce_now = True
         super().prepare()
+
+    def forget(self) -> None:
+        stack = self.state.stack
+        if stack.graphs is not None:
+            stack.graphs = graphs_of(stack)
+        super().forget()
 
     def step(self) -> Tensor:
         output = super().step()
@@ -217,6 +228,55 @@ def scheduled(
 def uniform(model: PreTrainedModel, degree: int) -> Plan:
     """All blocks split over as many ranks, which are the TMP world."""
     return Plan(describe(model), degree, (degree,) * block_count(model))
+
+
+class Computing(Scheduled):
+    """A schedule whose all-reduces send nothing: what it computes is wrong, and takes as long as what is right."""
+
+    def sent(self) -> Sent:
+        return Sent(0, 0)
+
+    def step(self) -> Tensor:
+        with mock.patch.object(Axis, "start_all_reduce", return_value=DONE):
+            return super().step()
+
+
+class Communicating(Scheduled):
+    """The all-reduces of a schedule's step, one behind the other, and nothing else."""
+
+    _sent: Sequence[tuple[Axis, Tensor]] = ()
+
+    def sent(self) -> Sent:
+        self.prepare()
+        return Sent(sum(tensor.nbytes for _, tensor in self._sent), len(self._sent))
+
+    def prepare(self) -> None:
+        super().prepare()
+        if not self._sent:
+            self._sent = self._watched()
+
+    def step(self) -> Tensor:
+        works = [axis.start_all_reduce(tensor) for axis, tensor in self._sent]
+        for work in works:
+            work.wait()
+        return self._output_grad
+
+    def _watched(self) -> Sequence[tuple[Axis, Tensor]]:
+        """Like tensors that a step hands to all-reduces."""
+        own, found = Axis.start_all_reduce, []
+
+        def start_all_reduce(axis: Axis, tensor: Tensor, *args: Any) -> Pending:
+            found.append((axis, torch.zeros_like(tensor)))
+            return own(axis, tensor, *args)
+
+        with mock.patch.object(Axis, "start_all_reduce", start_all_reduce):
+            super().step()
+        super().prepare()
+        return found
+
+
+PARTS: dict[str, type[Scheduled]] = {"": Scheduled, "computing": Computing, "all-reduces": Communicating}
+"""Of a schedule: all of it, or what no schedule can do without, by itself."""
 
 
 class Peer(Training):

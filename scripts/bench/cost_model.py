@@ -47,6 +47,7 @@ class Row:
         predicted_ms: of an optimizer step.
         measured_ms: median, on the slowest rank.
         memory_mib: predicted.
+        measured_mib: on the fullest rank, as ``timing.held_bytes`` counts; 0 on CPUs.
         fits: into the memory limit.
         plan: in a few words.
     """
@@ -55,6 +56,7 @@ class Row:
     predicted_ms: float
     measured_ms: float
     memory_mib: float
+    measured_mib: float
     fits: bool
     plan: str
 
@@ -69,6 +71,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     # The least that degree 2 everywhere needs is 218.4, and 176.2 with owned state.
     add("--memory-mib", type=float, default=217.0, help="that a rank may use (default: 217)")
     add("--owned-memory-mib", type=float, default=175.8, help="the same with owned optimizer state (default: 175.8)")
+    add("--mixed-precision", choices=("no", "bf16"), default="no", help="default: no")
     add("--png", type=Path, help="write a scatter plot of predicted and measured times")
     add("--json", type=Path, help="write the rows")
     return parser.parse_args(argv)
@@ -136,14 +139,22 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
     return 1 - 6 * sum((a - b) ** 2 for a, b in zip(ranks(first), ranks(second), strict=True)) / (n * (n**2 - 1))
 
 
+def off(predicted: float, measured: float) -> str:
+    """By how much of what was measured a prediction is wrong."""
+    return f"{predicted / measured - 1:+5.0%}"
+
+
 def report(rows: Sequence[Row]) -> None:
     """Print the rows and what follows from them."""
-    print(f"{'':16}  predicted ms  measured ms  error  MiB    plan")
+    print(f"{'':16}  predicted ms  measured ms  error  predicted MiB  measured MiB  error  plan")
     for row in rows:
-        error = row.predicted_ms / row.measured_ms - 1
+        measured = (
+            f"{row.measured_mib:12.1f}  {off(row.memory_mib, row.measured_mib)}" if row.measured_mib else " " * 19
+        )
+        error = off(row.predicted_ms, row.measured_ms)
         print(
-            f"{row.name:16}  {row.predicted_ms:12.0f}  {row.measured_ms:11.0f}  {error:+5.0%}  {row.memory_mib:5.1f}  "
-            f"{'' if row.fits else 'too large: '}{row.plan}"
+            f"{row.name:16}  {row.predicted_ms:12.0f}  {row.measured_ms:11.0f}  {error}"
+            f"  {row.memory_mib:13.1f}  {measured}  {'' if row.fits else 'too large: '}{row.plan}"
         )
     fitting = [row for row in rows if row.fits]
     by_chance = [row for row in fitting if row.name.startswith("random")]
@@ -202,11 +213,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     plans += [(f"random {i}", plan) for i, plan in enumerate(drawn(problem, name, options.plans))]
     rows = []
     for title, plan in plans:
-        measured_ms, prediction = measure(options, plan).ms, predicted(problem, plan)
+        measured, prediction = measure(options, plan), predicted(problem, plan)
         mib, fits = prediction.memory.total / 2**20, prediction.memory.fits(keeping if OWNED in title else problem)
-        rows.append(Row(title, prediction.step_ms, measured_ms, mib, fits, plan.summary()))
+        rows.append(Row(title, prediction.step_ms, measured.ms, mib, measured.peak_bytes / 2**20, fits, plan.summary()))
         if first:
-            print(f"{title}: {measured_ms:.0f} ms, predicted {prediction.step_ms:.0f}", flush=True)
+            print(f"{title}: {measured.ms:.0f} ms, predicted {prediction.step_ms:.0f}", flush=True)
     if first:
         report(rows)
         if options.json:

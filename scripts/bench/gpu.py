@@ -6,7 +6,8 @@
 
 Contenders: the schedules, the peers of contenders.py, and ``auto``, the plan that the planner makes from measured costs
 for the memory limit; each with recompute of all blocks and of none, ``auto`` also of some. Megatron's and our schedule
-also with deferred weight gradients. Ratios are to megatron at equal recompute. Shapes are the paper's models as LLaMA
+also with deferred weight gradients. Ratios are to megatron at equal recompute. What our schedule computes and what it
+sends is timed by itself, too: no schedule is faster than the longer of the two. Shapes are the paper's models as LLaMA
 layers of 12 hidden² parameters: hidden size, number of layers and batch are the paper's, sequences have 1024 tokens.
 ``layers`` are timed forward and backward; ``whole`` models through Trainer, with float32 weights and AdamW, to the
 optimizer's step. A regime is a set of processes of its own, with NCCL_P2P_DISABLE=1 or without. Each contender is alone
@@ -35,7 +36,19 @@ from scripts.bench.contenders import PEERS
 from scripts.bench.paper_plans import SEQUENCE
 from scripts.bench.rows import Row, plot, print_table, write_json
 from scripts.bench.schedules import SCHEDULES
-from scripts.bench.tasks import AUTO, OUT_OF_MEMORY, PARTS, Job, Shape, Task, entries, llama_ffn, paper_shapes
+from scripts.bench.tasks import (
+    AUTO,
+    BOUNDED,
+    OUT_OF_MEMORY,
+    PARTS,
+    Entry,
+    Job,
+    Shape,
+    Task,
+    entries,
+    llama_ffn,
+    paper_shapes,
+)
 from scripts.bench.timing import ratio
 
 QUICK = {"shapes": "LLaMA-7B", "regimes": "no-p2p-bf16", "parts": "layers", "layers": 8, "rounds": 3}
@@ -168,11 +181,25 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
+def bounds(rows: Sequence[Row]) -> Iterator[str]:
+    """How near our schedule comes to the longer of what it computes and what it sends, in one setting."""
+    for recompute in ("full", "none"):
+        ms = {row.name: row.ms for row in rows if row.recompute == recompute and row.ms}
+        alone = [ms.get(Entry(BOUNDED, only=part).title) for part in ("computing", "all-reduces")]
+        for name in (Entry(BOUNDED, defer=defer).title for defer in (False, True)):
+            if name in ms and all(alone):
+                times = ms[name] / max(each for each in alone if each)
+                yield f"{name}, recompute {recompute}: {times:.2f} x the longer of computing and all-reduces"
+
+
 def report(rows: Sequence[Row]) -> None:
     """Print the rows, a table for each setting."""
     for setting in dict.fromkeys(row.setting for row in rows):
         print(f"== {setting}")
-        print_table([row for row in rows if row.setting == setting])
+        chosen = [row for row in rows if row.setting == setting]
+        print_table(chosen)
+        for line in bounds(chosen):
+            print(line)
     sys.stdout.flush()
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import gc
 import sys
 from dataclasses import replace
 from functools import partial
@@ -23,20 +22,20 @@ from transformers import LlamaModel
 
 from oases_hf.convert import convert
 from oases_hf.errors import ConfigError
-from oases_hf.integrations.planning import SPARE
+from oases_hf.integrations.planning import SPARE, Chosen, decide
 from oases_hf.joining import silence_libraries
 from oases_hf.launching import PASS, Seat, as_rank
 from oases_hf.models.reading import described
 from oases_hf.parallel.mesh import Mesh
-from oases_hf.plan import Plan, Recompute
-from oases_hf.planner import Problem, message_choices, plan_of, solve
+from oases_hf.plan import Recompute
+from oases_hf.planner import Problem, message_choices
 from oases_hf.profiler import Architecture, Workload, profile
 from scripts.bench import whole_models
-from scripts.bench.contenders import PEERS, Peer, Planned, Scheduled, Training, Work, uniform
+from scripts.bench.contenders import PARTS, PEERS, Peer, Planned, Training, Work, uniform
 from scripts.bench.rows import Row, in_a_word
 from scripts.bench.schedules import DTYPES, TOLERANCES, Observed, compared, measure
 from scripts.bench.tasks import AUTO, OUT_OF_MEMORY, Job, Task
-from scripts.bench.timing import World, memory_limit
+from scripts.bench.timing import World, memory_limit, release
 
 COMPARED = 2**22
 """Elements of the largest gradients that are compared: they go through the host."""
@@ -57,7 +56,8 @@ class Layers:
         work = Work(config, DTYPES[self._job.dtype], task.shape.rows, self._job.seq, self._world.device)
         contender = self._contender(task, work)
         with memory_limit(self._world.device, self._job.memory_gib):
-            self._compare(task, contender, work)
+            if not task.entry.only:
+                self._compare(task, contender, work)
             (row,) = measure([contender], self._job.rounds, self._world)
         return row
 
@@ -75,20 +75,25 @@ class Layers:
         if entry.name == AUTO or not isinstance(built, Planned):
             return built
         recompute: Recompute = "full" if entry.recompute == "full" else "none"
-        return Scheduled(entry.name, None, built.model, built.state, work, world, recompute, entry.defer)
+        of = PARTS[entry.only]
+        return of(entry.name, None, built.model, built.state, work, world, recompute, entry.defer)
 
     def _built(self, task: Task, work: Work) -> Training:
         entry, world = task.entry, self._world
         if entry.name in PEERS:
             return PEERS[entry.name](work, world, world.size)
-        plan = self._plan(task, work) if entry.name == AUTO else None
+        if entry.name != AUTO:
+            model = work.model()
+            return Planned(entry.name, "", model, convert(model, self._mesh, uniform(model, world.size)), work, world)
+        chosen = self._chosen(task, work)
+        what = chosen.plan.summary() + ", weight gradients deferred" * chosen.defer
         model = work.model()
-        state = convert(model, self._mesh, plan or uniform(model, world.size))
-        planned = Planned(entry.name, plan.summary() if plan else "", model, state, work, world)
-        planned.recompute = in_a_word(plan.recompute) if plan else "full"
+        state = convert(model, self._mesh, chosen.plan, defer_weight_grads=chosen.defer)
+        planned = Planned(entry.name, what, model, state, work, world)
+        planned.recompute = in_a_word(chosen.plan.recompute)
         return planned
 
-    def _plan(self, task: Task, work: Work) -> Plan:
+    def _chosen(self, task: Task, work: Work) -> Chosen:
         """Measure, and plan for what a rank may use. There is no optimizer here."""
         job, mesh = self._job, self._mesh
         architecture = Architecture(LlamaModel, work.config, work.dtype)
@@ -104,7 +109,8 @@ class Layers:
             recompute=task.entry.recompute,
             message_bytes=message_choices(costs),
         )
-        return mesh.from_first(lambda: plan_of(solve(problem), described(work.config)))
+        chosen, _ = mesh.from_first(lambda: decide(problem, described(work.config)))
+        return chosen
 
     def _compare(self, task: Task, contender: Training, work: Work) -> None:
         """The first contender of a setting is kept; ArithmeticError when another differs."""
@@ -115,14 +121,6 @@ class Layers:
         elif self._world.rank == 0:
             found.difference(found, 0.0)  # it is finite
             torch.save(found, file)
-
-
-def release(device: torch.device) -> None:
-    """Free what nobody holds any more; timing had it frozen."""
-    gc.unfreeze()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def why(error: Exception) -> str:

@@ -35,11 +35,12 @@ from torch import Tensor
 from oases_hf.launching import PASS, Seat, as_rank
 from oases_hf.plan import Recompute
 from oases_hf.profiler.stopwatch import peak_bytes
+from oases_hf.runtime.graphs import WARM
 from oases_hf.schedule import kind
 from scripts.bench.contenders import PEERS, VOCAB, Training, Work, scheduled
 from scripts.bench.llama import config_of
 from scripts.bench.rows import Row, print_table, write_json
-from scripts.bench.timing import World, paired, ratio
+from scripts.bench.timing import World, held_bytes, paired, ratio, release
 
 SCHEDULES = ("megatron", "megatron_5", "wang", "merak", "cross_pass", "oases")
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
@@ -150,13 +151,8 @@ def check_alike(contenders: Sequence[Training], shapes: dict[str, tuple[int, ...
 
 def measure(contenders: Sequence[Training], rounds: int, world: World) -> list[Row]:
     """Count, then time."""
-    sent, peaks = [contender.sent() for contender in contenders], []
-    for contender in contenders:
-        contender.prepare()
-        with peak_bytes(world.device) as peak:
-            contender.step()
-        peaks.append(contender.parameter_bytes() + peak())
-        contender.prepare()
+    sent = [contender.sent() for contender in contenders]
+    peaks = [_peak_bytes(contender, world.device) for contender in contenders]
     peaks = [max(ranks) for ranks in zip(*world.gather(peaks), strict=True)]
     times = paired(contenders, rounds, world)
     megatron = next((t for c, t in zip(contenders, times, strict=True) if c.name == "megatron"), None)
@@ -175,6 +171,26 @@ def measure(contenders: Sequence[Training], rounds: int, world: World) -> list[R
         )
         for contender, traffic, peak, ms in zip(contenders, sent, peaks, times, strict=True)
     ]
+
+
+def _peak_bytes(contender: Training, device: torch.device) -> int:
+    """Of a contender by itself: its parameters, and the most that it holds beside them when steps are recorded."""
+    contender.forget()
+    if device.type != "cuda":
+        with peak_bytes(device) as peak:
+            contender.step()
+        contender.prepare()
+        return contender.parameter_bytes() + peak()
+    release(device)
+    before = torch.cuda.memory_allocated()
+    for _ in range(WARM + 1):
+        contender.prepare()
+        contender.step()
+    with held_bytes(device) as held:
+        contender.prepare()
+        contender.step()
+    contender.prepare()
+    return contender.parameter_bytes() + held() - before
 
 
 def report(rows: Sequence[Row], options: argparse.Namespace, world: World) -> None:

@@ -55,6 +55,7 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     sizes = {"hidden": 512, "heads": 8, "ffn": 1376, "layers": 4, "seq": 128, "batch": 8, "vocab": 1024}
     for name, default in {**sizes, "accumulation": 4, "steps": 5}.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--mixed-precision", choices=("no", "bf16"), default="no", help="default: no")
     parser.add_argument("--json", type=Path, help="write the rows")
     parser.add_argument("--costs", type=Path, help="write the cost table")
     return parser.parse_args(argv)

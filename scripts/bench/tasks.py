@@ -23,6 +23,7 @@ PARTS: tuple[Part, ...] = ("layers", "whole")
 AUTO = "auto"
 OUT_OF_MEMORY = "out of memory"
 DEFERRED = ("megatron", "oases")
+BOUNDED = "oases"
 NOT_IN_TRAINER = "megatron_5"
 
 
@@ -70,18 +71,20 @@ class Entry:
         name: a schedule, ``hf``, ``fsdp``, or ``auto``, our planner's plan.
         recompute: of every block; ``auto``, of our plan, by block.
         defer: weight gradients wait for the input gradient's all-reduce to start.
+        only: ``computing`` or ``all-reduces``, each without the other; else both.
     """
 
     name: str
     recompute: Recompute = "full"
     defer: bool = False
+    only: Literal["", "computing", "all-reduces"] = ""
 
     @property
     def title(self) -> str:
         """Its name in tables."""
         if self.recompute == "auto":
             return f"{self.name}, by block"
-        return f"{self.name}, deferred" if self.defer else self.name
+        return self.name + ", deferred" * self.defer + (f", {self.only} only" if self.only else "")
 
 
 def entries(names: Sequence[str], part: Part) -> Iterator[Entry]:
@@ -95,6 +98,9 @@ def entries(names: Sequence[str], part: Part) -> Iterator[Entry]:
             elif part == "layers" and recompute == "full":
                 yield Entry(name)
         yield from (Entry(name, recompute, defer=True) for name in schedules if name in DEFERRED)
+        if part == "layers" and BOUNDED in schedules:
+            yield Entry(BOUNDED, recompute, only="computing")
+            yield Entry(BOUNDED, recompute, only="all-reduces")
     for name in (name for name in names if name not in schedules):
         yield from (Entry(name, recompute) for recompute in both)
         if name == AUTO:

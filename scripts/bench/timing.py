@@ -10,7 +10,7 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -117,6 +117,34 @@ def memory_limit(device: torch.device, gib: float) -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def release(device: torch.device) -> None:
+    """Free what nobody holds any more; timing had it frozen."""
+    gc.unfreeze()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def held_bytes(device: torch.device) -> Iterator[Callable[[], int]]:
+    """Count the most bytes that torch's tensors took of a GPU inside; call the result behind it. 0 on CPUs.
+
+    The pools of recordings count whole: replays allocate nothing, and nothing else is put there. Recording is for
+    before, when it counts its memory as allocated.
+    """
+    if device.type != "cuda":
+        yield lambda: 0
+        return
+    held = 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    yield lambda: held
+    torch.cuda.synchronize()
+    pools = [segment for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) != (0, 0)]
+    spare = sum(segment["total_size"] - segment["allocated_size"] for segment in pools)
+    held = torch.cuda.max_memory_allocated() + spare
 
 
 def ratio(of: Sequence[float], to: Sequence[float]) -> float:

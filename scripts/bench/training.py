@@ -24,11 +24,14 @@ from transformers import LlamaForCausalLM
 from oases_hf import OasesPlugin, Plan
 from oases_hf.convert import describe
 from oases_hf.costs import CostTable
+from oases_hf.integrations.planning import device_of
 from oases_hf.parallel.mesh import Axis, Mesh, Pending
 from oases_hf.profiler import Architecture, Workload, profile
 from oases_hf.profiler.profile import Say
+from oases_hf.runtime.graphs import WARM
 from oases_hf.schedule import Instruction, StartAsync, Sync
 from scripts.bench.llama import build, config_of
+from scripts.bench.timing import held_bytes, release
 
 SEED = 0
 
@@ -41,10 +44,12 @@ class Measured:
         ms: of an optimizer step.
         waiting_ms: of that, what the executor spends to hand collectives over, and waits for them; on CPUs only, on
             GPUs the host does not wait.
+        peak_bytes: that the fullest rank held in these steps, as :func:`held_bytes` counts; 0 on CPUs.
     """
 
     ms: float
     waiting_ms: float
+    peak_bytes: int
 
 
 class Waiting:
@@ -92,50 +97,65 @@ class _Timed:
             return self.work.wait()
 
 
-def whole_model(options: argparse.Namespace) -> LlamaForCausalLM:
+def accelerator_of(options: argparse.Namespace) -> Accelerator:
+    """Anew, for a model in the precision of ``options``."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    return Accelerator(mixed_precision=options.mixed_precision)
+
+
+def whole_model(options: argparse.Namespace, device: torch.device) -> LlamaForCausalLM:
     """Alike on all ranks."""
-    return build(config_of(options, options.vocab, options.seq), SEED)
+    with device:
+        return build(config_of(options, options.vocab, options.seq), SEED)
 
 
 def profiled(
     options: argparse.Namespace, sub_batches: Sequence[int], say: Say = lambda line: None
 ) -> tuple[CostTable, str, Mesh]:
     """The costs of the model of ``options`` on all ranks, measured anew, what a plan for it is for, and the ranks."""
-    accelerator = Accelerator()
+    accelerator = accelerator_of(options)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    model, mesh = whole_model(options), Mesh.build(dist.get_world_size())
+    model, mesh = whole_model(options, device_of(accelerator)), Mesh.build(dist.get_world_size())
     workload = Workload(options.batch, options.seq, tuple(sub_batches))
     with tempfile.TemporaryDirectory() as cache:
-        costs = profile(Architecture.of(model), mesh, workload, accelerator.device, cache=Path(cache), say=say)
+        where = accelerator.device, accelerator.autocast
+        costs = profile(Architecture.of(model), mesh, workload, *where, cache=Path(cache), say=say)
     return costs, describe(model), mesh
 
 
 def measure(options: argparse.Namespace, plan: Plan) -> Measured:
     """Optimizer steps by ``plan``: ``options.steps`` of them, behind one that warms up."""
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
-    accelerator = Accelerator()
-    model: Any = OasesPlugin(plan=plan).install(accelerator, whole_model(options))
-    waiting = Waiting()
-    model.oases.stack.watch = waiting.watch
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    accelerator = accelerator_of(options)
+    device = device_of(accelerator)
+    release(device)  # the plan before
+    model: Any = OasesPlugin(plan=plan).install(accelerator, whole_model(options, device))
+    gpu, waiting = device.type == "cuda", Waiting()
+    if not gpu:  # what is watched is not recorded
+        model.oases.stack.watch = waiting.watch
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=gpu))
     tokens = torch.randint(options.vocab, (options.batch, options.seq), generator=torch.Generator().manual_seed(SEED))
-    tokens = tokens.to(accelerator.device)
+    tokens = tokens.to(device)
+
+    def step(micro_batches: int) -> None:
+        for micro in range(micro_batches):
+            accelerator.gradient_state._set_sync_gradients(micro == micro_batches - 1)
+            accelerator.backward(model(input_ids=tokens, labels=tokens).loss / options.accumulation)
+        optimizer.step()
+        optimizer.zero_grad()
+        if gpu:
+            torch.cuda.synchronize()
+
     times = []
-    with waiting.counting():
-        for number in range(1 + options.steps):
+    step(WARM + 1 if gpu else 1)
+    with waiting.counting(), held_bytes(device) as peak_bytes:
+        for _ in range(options.steps):
             dist.barrier()
             start, waited = time.perf_counter(), waiting.ms
-            micro_batches = options.accumulation if number else 1  # the first step warms up
-            for micro in range(micro_batches):
-                accelerator.gradient_state._set_sync_gradients(micro == micro_batches - 1)
-                accelerator.backward(model(input_ids=tokens, labels=tokens).loss / options.accumulation)
-            optimizer.step()
-            optimizer.zero_grad()
-            if accelerator.device.type == "cuda":
-                torch.cuda.synchronize()
+            step(options.accumulation)
             times.append(((time.perf_counter() - start) * 1e3, waiting.ms - waited))
-    medians = [statistics.median(each) for each in zip(*times[1:], strict=True)]
-    slowest = torch.tensor(medians, device=accelerator.device)
+    medians = [statistics.median(each) for each in zip(*times, strict=True)]
+    slowest = torch.tensor([*medians, peak_bytes()], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return Measured(*slowest.tolist())
+    ms, waiting_ms, peak = slowest.tolist()
+    return Measured(ms, waiting_ms, int(peak))

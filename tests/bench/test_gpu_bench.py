@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -35,18 +36,25 @@ def test_layers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     rows = read_json(file)
     assert code == PASS, out + err
     ours = ["megatron", "oases", "megatron, deferred", "oases, deferred"]
+    ours += ["oases, computing only", "oases, all-reduces only"]
     assert [row.name for row in rows] == [*ours, *ours, "hf", "hf", "fsdp", "fsdp", "auto", "auto", "auto, by block"]
-    assert Counter(row.recompute for row in rows[:-1]) == {"full": 7, "none": 7}
+    assert Counter(row.recompute for row in rows[:-1]) == {"full": 9, "none": 9}
     for row in rows:
         assert row.ms
         assert len(row.rounds_ms) == 1
         assert row.recompute == "some" or row.ratio_to_megatron
     layer_bytes = 4 * 16 * 64 * 4 * 2  # of one all-reduce in each of two layers
-    assert [row.layer_bytes for row in rows[:8]] == [n * layer_bytes for n in (6, 4, 6, 4, 4, 4, 4, 4)]
-    for full, none in ((0, 4), (1, 5), (8, 9), (10, 11)):
+    whole = [row for row in rows[:12] if "only" not in row.name]
+    assert [row.layer_bytes for row in whole] == [n * layer_bytes for n in (6, 4, 6, 4, 4, 4, 4, 4)]
+    for complete, computing, all_reduces in ((1, 4, 5), (7, 10, 11)):
+        assert rows[computing].bytes == 0
+        assert 4 * layer_bytes < (rows[all_reduces].bytes or 0) <= (rows[complete].bytes or 0)
+    for full, none in ((0, 6), (1, 7), (12, 13), (14, 15)):
         assert (rows[full].peak_memory_bytes or 0) < (rows[none].peak_memory_bytes or 0), rows[full].name
     assert chart.stat().st_size > 0
     assert "== hidden 64, no-p2p-fp32\n" in out
+    for of in ("oases, recompute full", "oases, recompute none", "oases, deferred, recompute full"):
+        assert re.search(rf"^{of}: \d\.\d\d x the longer of computing and all-reduces$", out, re.MULTILINE)
 
 
 @pytest.mark.slow

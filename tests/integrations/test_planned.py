@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 
 from oases_hf import OasesPlugin, Plan
+from oases_hf.convert import describe
 from oases_hf.costs import CostTable, Curve
 from oases_hf.errors import ConfigError
 from oases_hf.integrations import planning
@@ -107,12 +108,11 @@ def test_what_pays_is_chosen_and_said(all_reduce_ms: float, sub_batches: int, de
     """One block of 8 ms of weight gradients, at degree 2 since nothing else is measured to fit."""
     costs = by_hand(2, all_reduce={ranks: flat(all_reduce_ms) for ranks in (1, 2)}, all_gather={2: flat(1e3)})
     problem = Problem(costs, layers=4, memory_limit_gib=1.0, sub_batches=(sub_batches,))
-    found = planning._Answer.of(problem, tiny_llama())
-    assert found.chosen is not None
-    assert set(found.chosen.plan.degrees) == {2}
-    assert found.chosen.defer is defer
-    assert ("weight gradients are deferred" in found.reason) is defer
-    assert ("does not pay here" in found.reason) is (sub_batches == 1)
+    chosen, reason = planning.decide(problem, describe(tiny_llama()))
+    assert set(chosen.plan.degrees) == {2}
+    assert chosen.defer is defer
+    assert ("weight gradients are deferred" in reason) is defer
+    assert ("does not pay here" in reason) is (sub_batches == 1)
 
 
 def test_a_size_of_messages_that_was_given_is_planned_with(ranks: Worlds, tmp_path: Path) -> None:
