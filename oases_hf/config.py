@@ -74,7 +74,7 @@ class OasesConfig:
         compile: ``torch.compile`` what blocks compute up to their row-parallel projections, once for all layers that
             are alike (default: False). Of weight gradients, those of row-parallel projections alone can be put off
             then. With dropout on attention weights, or hooks in layers, blocks are not compiled all the same.
-            ``degree="auto"`` measures blocks that are not compiled.
+            ``degree="auto"`` measures blocks as they run then.
         gather_logits: return whole logits when training with labels (default: ``logits`` is None).
         shard_optimizer: of what several ranks hold alike (blocks of low degree, data parallelism), who keeps the
             optimizer's state. ``off`` (default): all of them. ``keep`` (or True): one of them, to whom the others hand

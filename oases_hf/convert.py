@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from .errors import UnsupportedModelError
 from .models import Block, Family, family_of
@@ -93,7 +93,7 @@ def convert(
     if cuda_graphs:
         stack.graphs = graphs_of(stack)
     if compile:
-        stack.compiled = Compiled(masked=bool(getattr(model.config, family.attention_dropout, 0.0)))
+        stack.compiled = compiler(model.config)
     _share_dropouts(model, layers, family, of_layers, vocabulary.link)
     dropout = _dropout(mesh, links, vocabulary.link, stack)
     model.register_forward_pre_hook(partial(_share_batch, mesh), with_kwargs=True)
@@ -213,6 +213,11 @@ def _install_stack(
 def graphs_of(stack: Stack) -> Graphs:
     """What records the passes of ``stack``; it has recorded none."""
     return Graphs(cuda_recorder, list(dict.fromkeys(itertools.chain.from_iterable(stack.block_parameters))))
+
+
+def compiler(config: PretrainedConfig) -> Compiled:
+    """What compiles the blocks of a model."""
+    return Compiled(masked=bool(getattr(config, family_of(config).attention_dropout, 0.0)))
 
 
 def _layer_block(block: Block) -> LayerBlock:

@@ -41,9 +41,10 @@ def run_rank(options: argparse.Namespace, seat: Seat) -> int:
         say(f"{model.model_class.__name__} from {options.model or options.config}")
         say(
             f"{mesh.data.size} × {mesh.tmp.size} ranks, batch {options.batch} × {options.seq} tokens, "
-            f"{options.dtype} on {device.type}"
+            f"{options.dtype} on {device.type}{', compile=True' * options.compile}"
         )
-        costs = profile(model, mesh, workload, device, autocast_of(options, device), say=say)
+        autocast = autocast_of(options, device)
+        costs = profile(model, mesh, workload, device, autocast, say=say, compile=options.compile)
         if options.out and seat.rank == 0:
             costs.save(options.out)
     say(f"\n{table(costs)}\n\n{time.perf_counter() - began:.1f} s")

@@ -21,6 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_model(parser)
     add("--sub-batches", type=counts, metavar="1,2,…", default=(1, 2, 4), help="to measure (default: 1,2,4)")
+    add("--compile", action="store_true", help="measure blocks compiled, for trainings with compile=True")
     add("--device", choices=("cpu", "cuda"), help="default: cuda with a GPU per rank, else cpu")
     add("--out", type=new_file, metavar="FILE", help="write the cost table for `oases-hf plan FILE`")
     add("--time-limit-s", type=above_zero, metavar="S", default=1800.0, help="after which to give up (default: 1800)")

@@ -12,13 +12,15 @@ from accelerate import Accelerator, PartialState
 from transformers import PreTrainedModel
 
 from ..config import OasesConfig
-from ..convert import block_count, convert, describe
+from ..convert import block_count, convert, describe, stack_of
 from ..errors import ConfigError, UnsupportedModelError
+from ..models import family_of
 from ..models.converted import Converted
 from ..parallel.mesh import Mesh
 from ..plan import Plan, Recompute, ShardOptimizer, check_schedule_name
 from ..planner import Problem, explain, message_choices, plan_of, solve
 from ..profiler import Architecture, Workload, profile
+from ..runtime.signature import hooks_inside
 from ..schedule import kind
 from ..simulator import simulate
 
@@ -132,7 +134,9 @@ def _planned(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh, confi
             print(f"oases: {line}", flush=True)
 
     device = accelerator.device
-    costs = profile(Architecture.of(model), mesh, workload, device, accelerator.autocast, say=say)
+    # With hooks it runs as it is, which is said when it does.
+    compile = bool(config.compile) and not hooks_inside([*stack_of(model, family_of(model.config))])
+    costs = profile(Architecture.of(model), mesh, workload, device, accelerator.autocast, say=say, compile=compile)
     numbers = (config.sub_batches,) if config.sub_batches else workload.sub_batches
     problem = Problem(
         costs,

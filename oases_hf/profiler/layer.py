@@ -58,6 +58,7 @@ class LayerProfile:
         shape: rows of a micro-batch, and tokens of a row.
         device: of this rank.
         autocast: the context that training computes in.
+        compile: blocks run compiled, for each number of sub-batches anew, so for its shapes alone, as in training.
     """
 
     def __init__(
@@ -68,9 +69,10 @@ class LayerProfile:
         shape: tuple[int, int],
         device: torch.device,
         autocast: Autocast,
+        compile: bool,
     ) -> None:
         plan = Plan(describe(model), mesh.tmp.size, (degree,) * block_count(model), "oases", 1)
-        self.state: Converted = convert(model, mesh, plan)
+        self.state: Converted = convert(model, mesh, plan, compile=compile)
         self.state.stack.schedule = "oases_blocking"
         for link in self.state.stack.links:  # sums are left out, what comes before and after them is not
             link.axis = Axis(link.axis.ranks, link.axis.rank)
@@ -89,6 +91,7 @@ class LayerProfile:
         outside: list[float] = []
         for number in sub_batches:
             stack.sub_batches = number
+            stack.compiled = stack.compiled and stack.compiled.afresh()
             for block, timing in enumerate(self._timings(blocks, outside)):
                 found.timings[block][number] = timing
         found.outside_ms = statistics.median(self.link.slowest(outside))
@@ -151,7 +154,10 @@ class LayerProfile:
         return found
 
     def _steps(self, watch: Stopwatch, outside: list[float]) -> None:
-        """Time a few steps, after two that are not; what is not the blocks' goes to ``outside``."""
+        """Time a few steps, after two that are not, of which the first may compile.
+
+        What is not the blocks' goes to ``outside``.
+        """
         self._step(watch)
         launching = time.monotonic()
         self._step(watch)

@@ -17,6 +17,7 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ..convert import compiler
 from ..costs import CostTable, Curve, ElementBytes, KindCosts, Outside, Slowdown, Timing
 from ..errors import ConfigError
 from ..models import Block, Family, family_of
@@ -77,6 +78,7 @@ def profile(
     autocast: Autocast = nullcontext,
     cache: Path | None = None,
     say: Say = lambda line: None,
+    compile: bool = False,
 ) -> CostTable:
     """Measure one layer of ``model`` at every degree, and the links; every rank must call it.
 
@@ -88,18 +90,23 @@ def profile(
         autocast: makes the context that training computes in.
         cache: folder of tables measured before; by default in the user's cache folder.
         say: is told of progress, on every rank.
+        compile: measure blocks compiled, as training runs them, if it can.
 
     Raises:
         UnsupportedModelError: no family serves the model.
         ConfigError: a cached table cannot be read.
     """
-    marks = fingerprint(model, mesh, workload, device, autocast)
+    why_not = compiler(model.config).why_not((), training=True) if compile else None
+    if why_not is not None:
+        say(f"costs: {why_not}: blocks are not compiled")
+        compile = False
+    marks = fingerprint(model, mesh, workload, device, autocast, compile)
     path = (cache or cache_folder()) / f"{_digest(marks)}.json"
     known = mesh.from_first(lambda: path.read_text() if path.exists() else None)
     if known is not None:
         say(f"costs: as measured before, {path}")
         return CostTable.from_json(known)
-    table = _measure(model, mesh, workload, device, autocast, marks, say)
+    table = _measure(model, mesh, workload, device, autocast, compile, marks, say)
     if mesh.world.rank == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         table.save(path)
@@ -113,7 +120,7 @@ def cache_folder() -> Path:
 
 
 def fingerprint(
-    model: Architecture, mesh: Mesh, workload: Workload, device: torch.device, autocast: Autocast
+    model: Architecture, mesh: Mesh, workload: Workload, device: torch.device, autocast: Autocast, compile: bool
 ) -> dict[str, str]:
     """What the figures hold for."""
     config, dtype = model.config, model.dtype
@@ -127,6 +134,7 @@ def fingerprint(
         "config": hashlib.sha256(repr(shape).encode()).hexdigest()[:16],
         "attention": str(config._attn_implementation),
         "dtype": f"{dtype} computed in {computed}",
+        "blocks": "compiled" if compile else "not compiled",
         "device": torch.cuda.get_device_name(device) if gpu else f"cpu, {torch.get_num_threads()} threads",
         "ranks": f"{mesh.data.size} x {mesh.tmp.size}",
         "link": f"{dist.get_backend() if dist.is_initialized() else 'none'}, "
@@ -154,6 +162,7 @@ def _measure(
     workload: Workload,
     device: torch.device,
     autocast: Autocast,
+    compile: bool,
     marks: dict[str, str],
     say: Say,
 ) -> CostTable:
@@ -163,9 +172,10 @@ def _measure(
     one = model.of_one_layer()
     found: dict[int, DegreeProfile] = {}
     slowdown = Slowdown()
+    shape, compiling = (workload.rows, workload.sequence), ", compiling for each number of sub-batches" * compile
     for i, degree in enumerate(degrees):
-        say(f"costs: degree {degree} ({i + 1} of {len(degrees)})")
-        layer = LayerProfile(copy.deepcopy(one), mesh, degree, (workload.rows, workload.sequence), device, autocast)
+        say(f"costs: degree {degree} ({i + 1} of {len(degrees)}){compiling}")
+        layer = LayerProfile(copy.deepcopy(one), mesh, degree, shape, device, autocast, compile)
         found[degree] = layer.measure(numbers)
         if degree == mesh.tmp.size:
             slowdown = layer.slowdown()

@@ -145,7 +145,8 @@ class PeakBytes:
 def peak_bytes(device: torch.device) -> Iterator[Callable[[], int]]:
     """Count the most bytes of tensors that are held at once inside, beyond what was there before; call the result.
 
-    On GPUs torch's allocator counts, on CPUs what operators return.
+    On GPUs torch's allocator counts, on CPUs what operators return; while these are watched, torch runs what is
+    compiled as if it were not.
     """
     if device.type != "cuda":
         with _Returned() as returned:

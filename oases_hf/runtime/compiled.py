@@ -32,6 +32,10 @@ class Compiled:
         self._masked = masked
         self._compile = cache(_compile)
 
+    def afresh(self) -> Compiled:
+        """The same with nothing compiled: for shapes that are not to be taken for changes of others."""
+        return Compiled(self._masked)
+
     def why_not(self, layers: Sequence[nn.Module], training: bool) -> str | None:
         """What keeps ``layers`` from running compiled; None when nothing does."""
         if self._masked and training:
