@@ -110,8 +110,9 @@ class LayerProfile:
         """What this layer's matmuls and an all-reduce of a sub-batch of its hidden tensor cost each other."""
         hidden = int(self.model.config.hidden_size)
         rows, sequence = self._batch["input_ids"].shape
-        x = torch.ones(max(1, rows // 2) * sequence, hidden, device=self._device, dtype=self.model.dtype)
-        weight = torch.ones(hidden, hidden, device=self._device, dtype=self.model.dtype)
+        dtype = computed_dtype(self.model.dtype, self._device, self._autocast)
+        x = torch.ones(max(1, rows // 2) * sequence, hidden, device=self._device, dtype=dtype)
+        weight = torch.ones(hidden, hidden, device=self._device, dtype=dtype)
         size = x.numel() * x.element_size()
         return self.link.slowdown(lambda: x @ weight, self.state.mesh.tmp, size)
 
@@ -161,7 +162,8 @@ class LayerProfile:
         self._step(watch)
         launching = time.monotonic()
         self._step(watch)
-        lead = Lead(watch, self._clock, 2 * (time.monotonic() - launching))
+        (longest_s,) = self.link.slowest([time.monotonic() - launching])  # else ranks wait for each other
+        lead = Lead(watch, self._clock, 2 * longest_s)
         watch.read()
         watch.times.clear()
         deadline = time.monotonic() + BUDGET_S
@@ -188,7 +190,7 @@ class LayerProfile:
 
     def _optimizer_ms(self) -> float:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
-        optimizer = torch.optim.AdamW(parameters)
+        optimizer = torch.optim.AdamW(parameters, fused=self._device.type == "cuda")
         optimizer.step()
         times = []
         for _ in range(3):
@@ -198,6 +200,12 @@ class LayerProfile:
             times.append(self._clock.ms(start, self._clock.now()))
         elements = sum(p.numel() for p in parameters)
         return self.link.slowest([statistics.median(times) / elements * 1e6])[0]
+
+
+def computed_dtype(dtype: torch.dtype, device: torch.device, autocast: Autocast) -> torch.dtype:
+    """What the matmuls of a model of ``dtype`` compute in."""
+    with autocast():
+        return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
 
 
 def _spread(times: Sequence[float]) -> float:

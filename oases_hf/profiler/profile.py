@@ -23,7 +23,7 @@ from ..errors import ConfigError
 from ..models import Block, Family, family_of
 from ..models.reading import keep_layers
 from ..parallel.mesh import Axis, Mesh
-from .layer import Autocast, DegreeProfile, LayerProfile
+from .layer import Autocast, DegreeProfile, LayerProfile, computed_dtype
 from .link import LinkProfile
 
 Say = Callable[[str], None]
@@ -126,8 +126,7 @@ def fingerprint(
     config, dtype = model.config, model.dtype
     shape = {k: v for k, v in sorted(config.to_dict().items()) if isinstance(v, int | float | str | bool)}
     gpu = device.type == "cuda"
-    with autocast():
-        computed = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+    computed = computed_dtype(dtype, device, autocast)
     return {
         "model": f"{config.model_type}, hidden {config.hidden_size}, {config.num_hidden_layers} layers",
         "layers": str(config.num_hidden_layers),
@@ -241,9 +240,7 @@ def kind_costs(
 
 def element_bytes(dtype: torch.dtype, workload: Workload, device: torch.device, autocast: Autocast) -> ElementBytes:
     """The bytes per element of a model of ``dtype`` that computes in ``autocast``."""
-    with autocast():
-        mixed = torch.is_autocast_enabled(device.type)
-        partial = torch.get_autocast_dtype(device.type).itemsize if mixed else dtype.itemsize
+    partial = computed_dtype(dtype, device, autocast).itemsize
     return ElementBytes(dtype.itemsize, partial, *(dtype.itemsize,) * 3, workload.optimizer_state)
 
 

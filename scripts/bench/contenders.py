@@ -112,16 +112,16 @@ class Training:
     def whole_output(self, output: Tensor) -> Tensor:
         """The output of all samples, from this rank's; at least in fp32."""
         parts = dict(self._world.gather((self.rows.start, output.cpu())))
-        return _precise(torch.cat([parts[start] for start in sorted(parts)]))
+        return precise(torch.cat([parts[start] for start in sorted(parts)]))
 
     def whole_grad(self, name: str, shape: Sequence[int]) -> Tensor:
         """The gradient of a parameter of that whole shape, whole and summed over all samples; at least in fp32."""
         grad = cast(Tensor, self.model.get_parameter(name).grad)
         if hasattr(grad, "full_tensor"):
-            return _precise(grad.full_tensor().cpu()) * self.averaged
+            return precise(grad.full_tensor().cpu()) * self.averaged
         parts = self._world.gather(grad.cpu())
         split = [dim for dim, size in enumerate(shape) if size != grad.shape[dim]]
-        return _precise(torch.cat(parts, split[0]) if split else parts[0]) * self.averaged
+        return precise(torch.cat(parts, split[0]) if split else parts[0]) * self.averaged
 
     def parameter_bytes(self) -> int:
         """The bytes of the parameters that this rank holds."""
@@ -169,11 +169,11 @@ class Planned(Training):
         layout, tmp = self.state.layouts[name], self.state.mesh.tmp
         parts = self._world.gather(cast(Tensor, self.model.get_parameter(name).grad).cpu())
         if not layout.sharded:
-            return _precise(parts[0]) * self.averaged
+            return precise(parts[0]) * self.averaged
         whole = parts[0].new_zeros(layout.shape)
         for rank, part in zip(range(tmp.size), parts, strict=False):  # those of the first TMP world
             layout.slices[rank].put(whole, part)
-        return _precise(whole) * self.averaged
+        return precise(whole) * self.averaged
 
 
 class Scheduled(Planned):
@@ -320,7 +320,8 @@ def fully_sharded(work: Work, world: World, degree: int) -> Peer:
 PEERS = {"hf": hugging_face, "fsdp": fully_sharded}
 
 
-def _precise(tensor: Tensor) -> Tensor:
+def precise(tensor: Tensor) -> Tensor:
+    """At least in fp32."""
     return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 

@@ -4,16 +4,19 @@
     python scripts/bench/gpu.py --quick --json rows.json --png rows.png  # one shape, one regime, layers only: minutes
     python scripts/bench/gpu.py --shapes LLaMA-7B,GPT-3 --regimes no-p2p-bf16 --parts whole --names megatron,oases,auto
 
-Contenders: the schedules, the peers of contenders.py, and ``auto``, the plan that the planner makes from measured costs
-for the memory limit; each with recompute of all blocks and of none, ``auto`` also of some. Megatron's and our schedule
-also with deferred weight gradients. Ratios are to megatron at equal recompute. What our schedule computes and what it
-sends is timed by itself, too: no schedule is faster than the longer of the two. Shapes are the paper's models as LLaMA
-layers of 12 hidden² parameters: hidden size, number of layers and batch are the paper's, sequences have 1024 tokens.
-``layers`` are timed forward and backward; ``whole`` models through Trainer, with float32 weights and AdamW, to the
-optimizer's step. A regime is a set of processes of its own, with NCCL_P2P_DISABLE=1 or without. Each contender is alone
-in memory; one that runs out of it, or fails, has a row that says so, and ranks are started anew for the rest.
+Contenders: the schedules, the peers of contenders.py, other libraries' layers (rivals.py), and ``auto``, the plan that
+the planner makes from measured costs for the memory limit; each with recompute of all blocks and of none, ``auto`` also
+of some. Megatron's and our schedule also with deferred weight gradients. Ratios are to megatron at equal recompute.
+What our schedule computes and what it sends is timed by itself, too: no schedule is faster than the longer of the two.
+Shapes are the paper's models as LLaMA layers of 12 hidden² parameters: hidden size, number of layers and batch are the
+paper's, sequences have 1024 tokens. ``layers`` are timed forward and backward; ``whole`` models through Trainer, with
+float32 weights and AdamW, to the optimizer's step. A regime is a set of processes of its own, with NCCL_P2P_DISABLE=1
+or without. Each contender is alone in memory; one that runs out of it, or fails, has a row that says so, and ranks are
+started anew for the rest.
 
-Not among the contenders: DeepSpeed Domino and Megatron-Core.
+Other libraries' layers are Megatron-Core's (pip install megatron-core; without Transformer Engine) and DeepSpeed
+Domino's (pip install deepspeed), which recompute nothing. They are timed as layers alone, and where they can be
+imported; a row says where not.
 """
 
 from __future__ import annotations
@@ -34,21 +37,10 @@ from oases_hf.launching import FAIL, PASS, run_ranks
 from scripts.bench import gpu_rank
 from scripts.bench.contenders import PEERS
 from scripts.bench.paper_plans import SEQUENCE
+from scripts.bench.rivals import RIVALS
 from scripts.bench.rows import Row, plot, print_table, write_json
 from scripts.bench.schedules import SCHEDULES
-from scripts.bench.tasks import (
-    AUTO,
-    BOUNDED,
-    OUT_OF_MEMORY,
-    PARTS,
-    Entry,
-    Job,
-    Shape,
-    Task,
-    entries,
-    llama_ffn,
-    paper_shapes,
-)
+from scripts.bench.tasks import AUTO, BOUNDED, PARTS, Entry, Job, Shape, Task, broken, entries, llama_ffn, paper_shapes
 from scripts.bench.timing import ratio
 
 QUICK = {"shapes": "LLaMA-7B", "regimes": "no-p2p-bf16", "parts": "layers", "layers": 8, "rounds": 3}
@@ -77,7 +69,7 @@ REGIMES = {
         Regime("no-p2p-fp32", "fp32", p2p=False),
     )
 }
-CONTENDERS = (*SCHEDULES, *PEERS, AUTO)
+CONTENDERS = (*SCHEDULES, *PEERS, *RIVALS, AUTO)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -133,10 +125,11 @@ def _own_shape(options: argparse.Namespace) -> dict[str, Shape]:
 
 
 def jobs(options: argparse.Namespace, folder: Path) -> Iterator[tuple[Regime, Job]]:
-    """One for every regime and part."""
+    """One for every regime and part that any contender takes part in."""
     for regime in options.regimes:
         for part in options.parts:
-            entered = list(entries(options.names, part))
+            if not (entered := list(entries(options.names, part))):
+                continue
             yield (
                 regime,
                 Job(
@@ -215,7 +208,7 @@ def run(options: argparse.Namespace, folder: Path) -> Iterator[list[Row]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark; returns FAIL when a contender failed for anything but memory."""
+    """Run the benchmark; returns FAIL when a contender is broken."""
     options = parse_options(argv)
     rows: list[Row] = []
     print(
@@ -229,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 write_json(rows, options.json)
     if options.png:
         plot(rows, options.png)
-    return FAIL if any(row.failure not in ("", OUT_OF_MEMORY) for row in rows) else PASS
+    return FAIL if any(map(broken, rows)) else PASS
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ from oases_hf.plan import Recompute
 from oases_hf.planner import Problem, message_choices
 from oases_hf.profiler import Architecture, Workload, profile
 from scripts.bench import whole_models
-from scripts.bench.contenders import PARTS, PEERS, Peer, Planned, Training, Work, uniform
+from scripts.bench.contenders import PARTS, PEERS, Planned, Training, Work, uniform
+from scripts.bench.rivals import RIVALS
 from scripts.bench.rows import Row, in_a_word
 from scripts.bench.schedules import DTYPES, TOLERANCES, Observed, compared, measure
 from scripts.bench.tasks import AUTO, OUT_OF_MEMORY, Job, Task
@@ -64,17 +65,17 @@ class Layers:
     def _contender(self, task: Task, work: Work) -> Training:
         """That of a task; its model is kept for the next one, if that is of the same."""
         entry, world = task.entry, self._world
-        kind = entry if entry.name == AUTO else entry.name if entry.name in PEERS else "schedules"
+        kind = entry if entry.name == AUTO else entry.name if entry.name in (*PEERS, *RIVALS) else "schedules"
         if self._held is None or self._held[0] != (task.shape, kind):
             self._held = None
             release(world.device)
             self._held = (task.shape, kind), self._built(task, work)
         built = self._held[1]
-        if isinstance(built, Peer):
-            built.recompute = "full" if entry.recompute == "full" else "none"
+        recompute: Recompute = "full" if entry.recompute == "full" else "none"
+        if not isinstance(built, Planned):
+            built.recompute = recompute
         if entry.name == AUTO or not isinstance(built, Planned):
             return built
-        recompute: Recompute = "full" if entry.recompute == "full" else "none"
         of = PARTS[entry.only]
         return of(entry.name, None, built.model, built.state, work, world, recompute, entry.defer)
 
@@ -82,6 +83,8 @@ class Layers:
         entry, world = task.entry, self._world
         if entry.name in PEERS:
             return PEERS[entry.name](work, world, world.size)
+        if entry.name in RIVALS:
+            return RIVALS[entry.name](work, world)
         if entry.name != AUTO:
             model = work.model()
             return Planned(entry.name, "", model, convert(model, self._mesh, uniform(model, world.size)), work, world)

@@ -25,6 +25,9 @@ OUT_OF_MEMORY = "out of memory"
 DEFERRED = ("megatron", "oases")
 BOUNDED = "oases"
 NOT_IN_TRAINER = "megatron_5"
+NOT_INSTALLED = "is not installed"
+LAYERS_ONLY: dict[str, tuple[Recompute, ...]] = {"megatron-core": ("full", "none"), "domino": ("none",)}
+"""Contenders that are no whole models, and what they recompute."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Entry:
     """A contender.
 
     Attributes:
-        name: a schedule, ``hf``, ``fsdp``, or ``auto``, our planner's plan.
+        name: a schedule, ``hf``, ``fsdp``, another library's layers, or ``auto``, our planner's plan.
         recompute: of every block; ``auto``, of our plan, by block.
         defer: weight gradients wait for the input gradient's all-reduce to start.
         only: ``computing`` or ``all-reduces``, each without the other; else both.
@@ -102,9 +105,15 @@ def entries(names: Sequence[str], part: Part) -> Iterator[Entry]:
             yield Entry(BOUNDED, recompute, only="computing")
             yield Entry(BOUNDED, recompute, only="all-reduces")
     for name in (name for name in names if name not in schedules):
-        yield from (Entry(name, recompute) for recompute in both)
+        recomputes = both if name not in LAYERS_ONLY else LAYERS_ONLY[name] if part == "layers" else ()
+        yield from (Entry(name, recompute) for recompute in recomputes)
         if name == AUTO:
             yield Entry(name, "auto")
+
+
+def broken(row: Row) -> bool:
+    """Whether a contender failed for anything but memory, or a package that is not there."""
+    return row.failure not in ("", OUT_OF_MEMORY) and NOT_INSTALLED not in row.failure
 
 
 @dataclass(frozen=True)
