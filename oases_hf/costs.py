@@ -182,6 +182,8 @@ class CostTable:
         slowdown: what overlap costs.
         outside: embedding, head and loss.
         optimizer_ms: per million elements that a rank updates.
+        recorded: blocks run as recordings, which have memory to themselves: what they need is there beside what
+            embedding, head and loss need, not before and after it.
     """
 
     fingerprint: Mapping[str, str]
@@ -198,6 +200,7 @@ class CostTable:
     slowdown: Slowdown
     outside: Outside
     optimizer_ms: float
+    recorded: bool = False
 
     def degrees(self) -> tuple[int, ...]:
         """The degrees that every kind was measured at, growing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -109,7 +110,8 @@ class DryRun:
 
     def _problem(self, rows: int) -> Problem:
         sub_batches = min(self._sub_batches, rows)
-        return Problem(self._estimate.table(rows, sub_batches), self.layers, math.inf, sub_batches=(sub_batches,))
+        costs = replace(self._estimate.table(rows, sub_batches), recorded=True)  # as GPUs run it
+        return Problem(costs, self.layers, math.inf, sub_batches=(sub_batches,))
 
     def _memory(self, choice: Choice, rows: int) -> Memory:
         problem = self._problem(rows)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast, get_args
 
 import torch
@@ -137,6 +137,7 @@ def _planned(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh, confi
     # With hooks it runs as it is, which is said when it does.
     compile = bool(config.compile) and not hooks_inside([*stack_of(model, family_of(model.config))])
     costs = profile(Architecture.of(model), mesh, workload, device, accelerator.autocast, say=say, compile=compile)
+    costs = replace(costs, recorded=costs.recorded and config.cuda_graphs is not False)
     numbers = (config.sub_batches,) if config.sub_batches else workload.sub_batches
     problem = Problem(
         costs,

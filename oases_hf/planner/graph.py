@@ -102,5 +102,5 @@ def build(terms: Terms, degrees: tuple[int, ...]) -> Graph:
         kept_bytes=tuple(kept[i % count] for i in range(blocks)),
         runtime_bytes=tuple(runtime[i % count] for i in range(blocks)),
         constant_bytes=terms.constant_bytes(),
-        outside_bytes=terms.costs.outside.bytes,
+        outside_bytes=terms.least_runtime_bytes,
     )

@@ -165,5 +165,5 @@ def _memory(terms: Terms, blocks: list[BlockTerms]) -> Memory:
         gradients=outside.gradients + sum(block.gradient_bytes for block in blocks),
         optimizer=outside.optimizer + sum(block.optimizer_bytes for block in blocks),
         saved=sum(block.saved_bytes for block in blocks),
-        runtime=max(terms.costs.outside.bytes, *(block.runtime_bytes for block in blocks)),
+        runtime=terms.beside_bytes + max(terms.least_runtime_bytes, *(block.runtime_bytes for block in blocks)),
     )

@@ -25,6 +25,9 @@ from ..costs import KindCosts
 from ..plan import ShardOptimizer
 from .problem import Choice, Mode, Problem
 
+COPIES = 3
+"""Of the hidden tensor of a micro-batch: what a recording reads, its output outside of it, and the gradient of that."""
+
 
 @dataclass(frozen=True)
 class BlockTerms:
@@ -243,7 +246,27 @@ class Terms:
 
     def constant_bytes(self) -> int:
         """What is kept whatever is chosen for blocks."""
-        return sum(self.outside_bytes())
+        return sum(self.outside_bytes()) + self.beside_bytes
+
+    @property
+    def recorded(self) -> bool:
+        """Whether blocks run as recordings; those that free gradients early do not."""
+        return self.costs.recorded and self.mode.shard_optimizer != "reduce"
+
+    @property
+    def beside_bytes(self) -> int:
+        """Of what embedding, head and loss need, what is there beside all that blocks need.
+
+        With recordings all of it, and COPIES hidden tensors of a micro-batch more, in which these take and give theirs.
+        """
+        costs = self.costs
+        copied = COPIES * costs.rows * costs.sequence * costs.hidden * costs.element_bytes.forward
+        return costs.outside.bytes + copied if self.recorded else 0
+
+    @property
+    def least_runtime_bytes(self) -> int:
+        """What embedding, head and loss need when blocks need nothing."""
+        return 0 if self.recorded else self.costs.outside.bytes
 
     def _sync_bytes(self, owned: int, holders: int) -> int:
         """Per step: gradients reduced over ``holders``, and what owners updated; all-reduces count what they sum."""

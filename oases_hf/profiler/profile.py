@@ -205,6 +205,7 @@ def _measure(
         slowdown=slowdown,
         outside=outside_of(one, mesh.tmp.size, workload, found[max(degrees)].outside_ms),
         optimizer_ms=max(each.optimizer_ms for each in found.values()),
+        recorded=device.type == "cuda",
     )
 
 

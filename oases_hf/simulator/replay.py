@@ -127,10 +127,10 @@ class Replay:
         self._instructions += len(ops)
 
     def _outside(self) -> None:
-        outside = self._costs.table.outside
-        self._hold(outside.bytes)
-        self._lanes.compute(OUTSIDE, outside.ms)
-        self._hold(-outside.bytes)
+        size_bytes = self._costs.terms.least_runtime_bytes
+        self._hold(size_bytes)
+        self._lanes.compute(OUTSIDE, self._costs.table.outside.ms)
+        self._hold(-size_bytes)
 
     def _hold(self, size_bytes: int) -> None:
         if size_bytes:
