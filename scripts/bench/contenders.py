@@ -275,7 +275,11 @@ class Communicating(Scheduled):
         return found
 
 
-PARTS: dict[str, type[Scheduled]] = {"": Scheduled, "computing": Computing, "all-reduces": Communicating}
+KINDS: dict[str, type[Scheduled]] = {
+    "": Scheduled,
+    "computing only": Computing,
+    "all-reduces only": Communicating,
+}
 """Of a schedule: all of it, or what no schedule can do without, by itself."""
 
 

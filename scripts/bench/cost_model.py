@@ -27,7 +27,7 @@ if __name__ == "__main__":
 
 import torch.distributed as dist
 
-from oases_hf import Plan
+from oases_hf import OasesPlugin, Plan
 from oases_hf.plan import Recompute, ShardOptimizer
 from oases_hf.planner import Prediction, Problem, plan_of, predict, solve
 from scripts.bench.training import SEED, measure, profiled
@@ -213,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     plans += [(f"random {i}", plan) for i, plan in enumerate(drawn(problem, name, options.plans))]
     rows = []
     for title, plan in plans:
-        measured, prediction = measure(options, plan), predicted(problem, plan)
+        measured, prediction = measure(options, OasesPlugin(plan=plan)), predicted(problem, plan)
         mib, fits = prediction.memory.total / 2**20, prediction.memory.fits(keeping if OWNED in title else problem)
         rows.append(Row(title, prediction.step_ms, measured.ms, mib, measured.peak_bytes / 2**20, fits, plan.summary()))
         if first:

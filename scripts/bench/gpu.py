@@ -10,9 +10,9 @@ of some. Megatron's and our schedule also with deferred weight gradients. Ratios
 What our schedule computes and what it sends is timed by itself, too: no schedule is faster than the longer of the two.
 Shapes are the paper's models as LLaMA layers of 12 hidden² parameters: hidden size, number of layers and batch are the
 paper's, sequences have 1024 tokens. ``layers`` are timed forward and backward; ``whole`` models through Trainer, with
-float32 weights and AdamW, to the optimizer's step. A regime is a set of processes of its own, with NCCL_P2P_DISABLE=1
-or without. Each contender is alone in memory; one that runs out of it, or fails, has a row that says so, and ranks are
-started anew for the rest.
+float32 weights and AdamW, to the optimizer's step, ours in a bare loop, too. A regime is a set of processes of its own,
+with NCCL_P2P_DISABLE=1 or without. Each contender is alone in memory; one that runs out of it, or fails, has a row that
+says so, and ranks are started anew for the rest.
 
 Other libraries' layers are Megatron-Core's (pip install megatron-core; without Transformer Engine) and DeepSpeed
 Domino's (pip install deepspeed), which recompute nothing. They are timed as layers alone, and where they can be
@@ -40,7 +40,20 @@ from scripts.bench.paper_plans import SEQUENCE
 from scripts.bench.rivals import RIVALS
 from scripts.bench.rows import Row, plot, print_table, write_json
 from scripts.bench.schedules import SCHEDULES
-from scripts.bench.tasks import AUTO, BOUNDED, PARTS, Entry, Job, Shape, Task, broken, entries, llama_ffn, paper_shapes
+from scripts.bench.tasks import (
+    AUTO,
+    BOUNDED,
+    PARTS,
+    VARIANTS,
+    Entry,
+    Job,
+    Shape,
+    Task,
+    broken,
+    entries,
+    llama_ffn,
+    paper_shapes,
+)
 from scripts.bench.timing import ratio
 
 QUICK = {"shapes": "LLaMA-7B", "regimes": "no-p2p-bf16", "parts": "layers", "layers": 8, "rounds": 3}
@@ -175,14 +188,17 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
 
 
 def bounds(rows: Sequence[Row]) -> Iterator[str]:
-    """How near our schedule comes to the longer of what it computes and what it sends, in one setting."""
+    """How near our schedule comes to the longer of what it computes and what it sends, and Trainer to a bare loop."""
     for recompute in ("full", "none"):
         ms = {row.name: row.ms for row in rows if row.recompute == recompute and row.ms}
-        alone = [ms.get(Entry(BOUNDED, only=part).title) for part in ("computing", "all-reduces")]
+        alone = [ms.get(Entry(BOUNDED, variant=variant).title) for variant in VARIANTS["layers"]]
         for name in (Entry(BOUNDED, defer=defer).title for defer in (False, True)):
             if name in ms and all(alone):
                 times = ms[name] / max(each for each in alone if each)
                 yield f"{name}, recompute {recompute}: {times:.2f} x the longer of computing and all-reduces"
+        ours, bare = Entry(BOUNDED).title, Entry(BOUNDED, variant="bare loop").title
+        if ours in ms and bare in ms:
+            yield f"{ours}, recompute {recompute}: through Trainer {ms[bare] / ms[ours]:.2f} x the speed of a bare loop"
 
 
 def report(rows: Sequence[Row]) -> None:

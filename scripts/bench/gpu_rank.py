@@ -31,7 +31,7 @@ from oases_hf.plan import Recompute
 from oases_hf.planner import Problem, message_choices
 from oases_hf.profiler import Architecture, Workload, profile
 from scripts.bench import whole_models
-from scripts.bench.contenders import PARTS, PEERS, Planned, Training, Work, uniform
+from scripts.bench.contenders import KINDS, PEERS, Planned, Training, Work, uniform
 from scripts.bench.rivals import RIVALS
 from scripts.bench.rows import Row, in_a_word
 from scripts.bench.schedules import DTYPES, TOLERANCES, Observed, compared, measure
@@ -57,7 +57,7 @@ class Layers:
         work = Work(config, DTYPES[self._job.dtype], task.shape.rows, self._job.seq, self._world.device)
         contender = self._contender(task, work)
         with memory_limit(self._world.device, self._job.memory_gib):
-            if not task.entry.only:
+            if not task.entry.variant:
                 self._compare(task, contender, work)
             (row,) = measure([contender], self._job.rounds, self._world)
         return row
@@ -76,7 +76,7 @@ class Layers:
             built.recompute = recompute
         if entry.name == AUTO or not isinstance(built, Planned):
             return built
-        of = PARTS[entry.only]
+        of = KINDS[entry.variant]
         return of(entry.name, None, built.model, built.state, work, world, recompute, entry.defer)
 
     def _built(self, task: Task, work: Work) -> Training:

@@ -22,6 +22,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
+from oases_hf import OasesPlugin
 from oases_hf.plan import SCHEDULE_NAMES
 from oases_hf.planner import Problem, uniform_plan
 from oases_hf.simulator import simulate
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for name in SCHEDULE_NAMES:
         plan = uniform_plan(problem, name, mesh.tmp.size, model)
-        found = measure(options, plan)
+        found = measure(options, OasesPlugin(plan=plan))
         simulated = simulate(problem, plan)
         rows.append(Row(name, simulated.step_ms, found.ms, simulated.exposed_ms, found.waiting_ms))
     if mesh.world.rank == 0:

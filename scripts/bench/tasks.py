@@ -19,6 +19,7 @@ from scripts.bench.rows import Row, read_json, write_json
 
 Part = Literal["layers", "whole"]
 Recompute = Literal["full", "none", "auto"]
+Variant = Literal["", "computing only", "all-reduces only", "bare loop"]
 PARTS: tuple[Part, ...] = ("layers", "whole")
 AUTO = "auto"
 OUT_OF_MEMORY = "out of memory"
@@ -74,20 +75,21 @@ class Entry:
         name: a schedule, ``hf``, ``fsdp``, another library's layers, or ``auto``, our planner's plan.
         recompute: of every block; ``auto``, of our plan, by block.
         defer: weight gradients wait for the input gradient's all-reduce to start.
-        only: ``computing`` or ``all-reduces``, each without the other; else both.
+        variant: ``computing only`` or ``all-reduces only``, each without the other; ``bare loop``: a whole model
+            without Trainer.
     """
 
     name: str
     recompute: Recompute = "full"
     defer: bool = False
-    only: Literal["", "computing", "all-reduces"] = ""
+    variant: Variant = ""
 
     @property
     def title(self) -> str:
         """Its name in tables."""
         if self.recompute == "auto":
             return f"{self.name}, by block"
-        return self.name + ", deferred" * self.defer + (f", {self.only} only" if self.only else "")
+        return self.name + ", deferred" * self.defer + (f", {self.variant}" if self.variant else "")
 
 
 def entries(names: Sequence[str], part: Part) -> Iterator[Entry]:
@@ -101,9 +103,8 @@ def entries(names: Sequence[str], part: Part) -> Iterator[Entry]:
             elif part == "layers" and recompute == "full":
                 yield Entry(name)
         yield from (Entry(name, recompute, defer=True) for name in schedules if name in DEFERRED)
-        if part == "layers" and BOUNDED in schedules:
-            yield Entry(BOUNDED, recompute, only="computing")
-            yield Entry(BOUNDED, recompute, only="all-reduces")
+        if BOUNDED in schedules:
+            yield from (Entry(BOUNDED, recompute, variant=variant) for variant in VARIANTS[part])
     for name in (name for name in names if name not in schedules):
         recomputes = both if name not in LAYERS_ONLY else LAYERS_ONLY[name] if part == "layers" else ()
         yield from (Entry(name, recompute) for recompute in recomputes)
@@ -114,6 +115,10 @@ def entries(names: Sequence[str], part: Part) -> Iterator[Entry]:
 def broken(row: Row) -> bool:
     """Whether a contender failed for anything but memory, or a package that is not there."""
     return row.failure not in ("", OUT_OF_MEMORY) and NOT_INSTALLED not in row.failure
+
+
+VARIANTS: dict[Part, tuple[Variant, ...]] = {"layers": ("computing only", "all-reduces only"), "whole": ("bare loop",)}
+"""Of our schedule, by what it runs."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import tempfile
@@ -21,7 +22,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from oases_hf import OasesPlugin, Plan
+from oases_hf import OasesPlugin
 from oases_hf.convert import describe
 from oases_hf.costs import CostTable
 from oases_hf.integrations.planning import device_of
@@ -31,7 +32,7 @@ from oases_hf.profiler.profile import Say
 from oases_hf.runtime.graphs import WARM
 from oases_hf.schedule import Instruction, StartAsync, Sync
 from scripts.bench.llama import build, config_of
-from scripts.bench.timing import held_bytes, release
+from scripts.bench.timing import held_bytes, memory_limit, release
 
 SEED = 0
 
@@ -124,12 +125,18 @@ def profiled(
     return costs, describe(model), mesh
 
 
-def measure(options: argparse.Namespace, plan: Plan) -> Measured:
-    """Optimizer steps by ``plan``: ``options.steps`` of them, behind one that warms up."""
+def measure(options: argparse.Namespace, plugin: OasesPlugin, memory_gib: float = math.inf) -> Measured:
+    """Optimizer steps as ``plugin`` says: ``options.steps`` of them, behind one that warms up.
+
+    Args:
+        options: sizes, precision, accumulation and steps.
+        plugin: converts the model.
+        memory_gib: that a rank may use, once the model is converted.
+    """
     accelerator = accelerator_of(options)
     device = device_of(accelerator)
     release(device)  # the plan before
-    model: Any = OasesPlugin(plan=plan).install(accelerator, whole_model(options, device))
+    model: Any = plugin.install(accelerator, whole_model(options, device))
     gpu, waiting = device.type == "cuda", Waiting()
     if not gpu:  # what is watched is not recorded
         model.oases.stack.watch = waiting.watch
@@ -147,13 +154,14 @@ def measure(options: argparse.Namespace, plan: Plan) -> Measured:
             torch.cuda.synchronize()
 
     times = []
-    step(WARM + 1 if gpu else 1)
-    with waiting.counting(), held_bytes(device) as peak_bytes:
-        for _ in range(options.steps):
-            dist.barrier()
-            start, waited = time.perf_counter(), waiting.ms
-            step(options.accumulation)
-            times.append(((time.perf_counter() - start) * 1e3, waiting.ms - waited))
+    with memory_limit(device, memory_gib), waiting.counting():
+        step(WARM + 1 if gpu else 1)
+        with held_bytes(device) as peak_bytes:
+            for _ in range(options.steps):
+                dist.barrier()
+                start, waited = time.perf_counter(), waiting.ms
+                step(options.accumulation)
+                times.append(((time.perf_counter() - start) * 1e3, waiting.ms - waited))
     medians = [statistics.median(each) for each in zip(*times, strict=True)]
     slowest = torch.tensor([*medians, peak_bytes()], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import statistics
 import sys
 import time
 from contextlib import ExitStack, redirect_stdout
-from dataclasses import fields
+from dataclasses import asdict, fields
+from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
@@ -23,7 +25,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from oases_hf import OasesCallback, OasesConfig
+from oases_hf import OasesCallback, OasesConfig, OasesPlugin
 from oases_hf.errors import ConfigError
 from oases_hf.integrations.planning import SPARE
 from oases_hf.models.converted import converted
@@ -33,6 +35,7 @@ from scripts.bench.llama import build
 from scripts.bench.rows import Recomputed, Row, in_a_word
 from scripts.bench.tasks import AUTO, Job, Task
 from scripts.bench.timing import World, memory_limit
+from scripts.bench.training import measure
 
 WARM_UP = WARM + 2
 """Steps before those that are timed; the optimizer's state is made in the first, recordings in a later one."""
@@ -61,7 +64,7 @@ class Steps(TrainerCallback):
         self._world = world
         self._memory_gib = memory_gib
         self._limited = ExitStack()
-        self._start = 0.0
+        self._last = 0.0
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Limit memory from here on: whole models were there before."""
@@ -75,15 +78,11 @@ class Steps(TrainerCallback):
         if self._world.device.type == "cuda":
             self.peak_bytes = torch.cuda.max_memory_reserved()
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Begin together."""
-        self._world.meet()
-        self._start = time.perf_counter()
-
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Wait for the device."""
+        """Wait for the device; what Trainer does between two steps counts to the second."""
         self._world.synchronize()
-        self.ms.append((time.perf_counter() - self._start) * 1e3)
+        before, self._last = self._last, time.perf_counter()
+        self.ms.append((self._last - before) * 1e3)
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep the loss of a step; the last log has none."""
@@ -98,6 +97,8 @@ def row(job: Job, task: Task, world: World) -> Row:
         ConfigError: it does not go with these ranks.
         ArithmeticError: the first step's loss is not that of the other contenders.
     """
+    if task.entry.variant:
+        return _bare_loop(job, task, world)
     AcceleratorState._reset_state()
     GradientState._reset_state()
     steps = Steps(world, job.memory_gib)
@@ -117,6 +118,31 @@ def row(job: Job, task: Task, world: World) -> Row:
         peak_memory_bytes=max(peaks, default=None),
         rounds_ms=ms,
         recompute=recompute,
+    )
+
+
+def _bare_loop(job: Job, task: Task, world: World) -> Row:
+    """Train by our schedule through Accelerate alone."""
+    shape, entry = task.shape, task.entry
+    options = SimpleNamespace(
+        **asdict(shape),
+        seq=job.seq,
+        vocab=job.vocab,
+        batch=shape.rows,
+        mixed_precision="bf16" if job.dtype == "bf16" else "no",
+        accumulation=1,
+        steps=job.rounds,
+    )
+    plugin = OasesPlugin(schedule=entry.name, recompute=entry.recompute)
+    with redirect_stdout(sys.stderr):
+        found = measure(cast(argparse.Namespace, options), plugin, job.memory_gib)
+    return Row(
+        entry.name,
+        "Accelerate alone",
+        found.ms,
+        peak_memory_bytes=found.peak_bytes or None,
+        rounds_ms=(found.ms,),
+        recompute="full" if entry.recompute == "full" else "none",
     )
 
 

@@ -21,6 +21,9 @@ from scripts.bench.tasks import OUT_OF_MEMORY, Entry, Job, Shape, Task, entries,
 TINY = ["--device=cpu", "--ranks=2", "--hidden=64", "--heads=4", "--layers=2", "--batch=4", "--seq=16", "--vocab=128"]
 
 
+OURS = ("megatron", "oases", "megatron, deferred", "oases, deferred")
+
+
 def job(folder: Path, *names: str) -> Job:
     shape = Shape("tiny", 64, 256, 4, 2, 4)
     tasks = tuple(Task("layers", shape, Entry(name)) for name in names)
@@ -35,8 +38,7 @@ def test_layers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out, err = capfd.readouterr()
     rows = read_json(file)
     assert code == PASS, out + err
-    ours = ["megatron", "oases", "megatron, deferred", "oases, deferred"]
-    ours += ["oases, computing only", "oases, all-reduces only"]
+    ours = [*OURS, "oases, computing only", "oases, all-reduces only"]
     assert [row.name for row in rows] == [*ours, *ours, "hf", "hf", "fsdp", "fsdp", "auto", "auto", "auto, by block"]
     assert Counter(row.recompute for row in rows[:-1]) == {"full": 9, "none": 9}
     for row in rows:
@@ -61,13 +63,13 @@ def test_layers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.dist
 def test_whole_models(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.json"
-    few = ["--rounds=1", "--regimes=no-p2p-fp32", "--parts=whole", "--names=megatron,hf,fsdp,auto"]
+    few = ["--rounds=1", "--regimes=no-p2p-fp32", "--parts=whole", "--names=megatron,oases,hf,fsdp,auto"]
     code = main([*TINY, *few, f"--json={file}"])
     out, err = capfd.readouterr()
     rows = read_json(file)
     assert [(row.name, row.recompute) for row in rows[:-1]] == [
         (name, recompute)
-        for names in (("megatron", "megatron, deferred"), ("hf",), ("fsdp",), ("auto",))
+        for names in ((*OURS, "oases, bare loop"), ("hf",), ("fsdp",), ("auto",))
         for recompute in ("full", "none")
         for name in names
     ], out + err
@@ -77,7 +79,10 @@ def test_whole_models(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
     }
     assert code == FAIL
     assert all(row.ms and len(row.rounds_ms) == 1 for row in rows if not row.failure)
-    assert sum(not row.failure for row in rows) == 7
+    assert sum(not row.failure for row in rows) == 13
+    assert (
+        len(re.findall(r"^oases, recompute \w+: through Trainer \d\.\d\d x the speed of a bare loop$", out, re.M)) == 2
+    )
     assert {row.setting for row in rows} == {"hidden 64, no-p2p-fp32, Trainer"}
 
 

@@ -48,7 +48,7 @@ def plans_in(terms: Terms, choices: tuple[Choice, ...]) -> tuple[np.ndarray, np.
     blocks = [[terms.block(kind, choice) for choice in choices] for kind in problem.blocks]
     time = np.full(plans.shape[1], terms.constant_ms())
     size = np.full(plans.shape[1], float(terms.constant_bytes()))
-    peak = np.full(plans.shape[1], float(terms.costs.outside.bytes))
+    peak = np.full(plans.shape[1], float(terms.least_runtime_bytes))
     for row, kind in zip(plans, blocks, strict=True):
         time += np.array([terms.node_ms(block) for block in kind])[row]
         size += np.array([block.kept_bytes for block in kind])[row]
@@ -64,7 +64,7 @@ def instance(seed: int) -> tuple[Problem, np.ndarray, np.ndarray]:
     draw = random.Random(seed)
     tmp_size, kinds, layers, degrees, recompute = SHAPES[seed % len(SHAPES)]
     problem = Problem(
-        random_table(seed, tmp_size, kinds),
+        replace(random_table(seed, tmp_size, kinds), recorded=seed % 3 == 0),
         layers,
         memory_limit_gib=1.0,
         accumulation=draw.choice((1, 3)),

@@ -9,12 +9,13 @@ from dataclasses import replace
 
 import pytest
 
-from oases_hf.costs import Slowdown
+from oases_hf.costs import Outside, Slowdown
 from oases_hf.errors import ConfigError
-from oases_hf.plan import Recompute, ShardOptimizer
+from oases_hf.plan import Plan, Recompute, ShardOptimizer
 from oases_hf.planner import Problem, predict
-from oases_hf.planner.problem import Mode, chains
+from oases_hf.planner.problem import Choice, Mode, chains
 from oases_hf.planner.terms import Terms
+from oases_hf.simulator import simulate
 
 from .examples import by_hand, flat
 
@@ -128,3 +129,29 @@ def test_degrees_form_a_chain() -> None:
         replace(problem, shard_optimizer=())
     with pytest.raises(ConfigError, match="must be 1 or more"):
         replace(problem, accumulation=0)
+
+
+@pytest.mark.parametrize("shard_optimizer", ["off", "keep", "reduce"])
+@pytest.mark.parametrize("outside_bytes", [10, 100_000])
+def test_recordings_have_memory_to_themselves(outside_bytes: int, shard_optimizer: ShardOptimizer) -> None:
+    """What blocks need is there beside what the loss needs, unless gradients are freed, which is not recorded."""
+    costs = by_hand(4, outside=Outside(ms=0.0, parameters=0, bytes=outside_bytes))
+    found = {}
+    for recorded in (False, True):
+        problem = Problem(replace(costs, recorded=recorded), layers=3, memory_limit_gib=1.0)
+        memory = predict(problem, (2,) * 3, ("full",) * 3, 2, shard_optimizer).memory
+        plan = Plan("by hand", 4, (2,) * 3, "oases", 2, ("full",) * 3, shard_optimizer)
+        found[recorded] = memory, simulate(problem, plan).peak_bytes
+    (alone, simulated), (recorded_, simulated_recorded) = found[False], found[True]
+    if shard_optimizer == "reduce":
+        assert recorded_ == alone
+        assert simulated_recorded == simulated
+        return
+    blocks = Terms.of_plan(Problem(costs, 3, 1.0), (2,), 2, shard_optimizer, None).block(
+        costs.kinds[0], Choice(2, "full")
+    )
+    hidden = 8 * 1 * 1 * 4  # of the micro-batch
+    assert alone.runtime == max(outside_bytes, blocks.runtime_bytes)
+    assert recorded_.runtime == outside_bytes + 3 * hidden + blocks.runtime_bytes
+    assert replace(recorded_, runtime=alone.runtime) == alone
+    assert simulated < simulated_recorded <= recorded_.total
