@@ -7,11 +7,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from .errors import ConfigError
 from .messages import ALIGNMENT_BYTES
 from .plan import Plan, Recompute, ShardOptimizer, check_schedule_name
+
+CommDtype = Literal["bf16"]
 
 
 def _flag(text: str) -> bool:
@@ -42,6 +44,7 @@ _READ: dict[str, Callable[[str], Any]] = {
     "gather_logits": _flag,
     "shard_optimizer": str,
     "message_mib": float,
+    "comm_dtype": str,
     "plan": str,
     "trace": str,
     "trace_steps": _numbers,
@@ -82,6 +85,10 @@ class OasesConfig:
             ``degree="auto"`` the planner chooses, unless told.
         message_mib: send all-reduces of blocks in parts of at most so many MiB. Default: as a whole; with
             ``degree="auto"`` in parts where these were measured to be faster on this link.
+        comm_dtype: ``bf16``: in training, round what all-reduces of blocks send from wider types, sums included: under
+            autocast the gradients of the stream, which then take half the bytes; without it, outputs of blocks too.
+            What arrives is added to the stream in the stream's type. Rows that move between blocks of different
+            degrees, embedding, head, and gradients of weights are sent as they are. Default: exact.
         plan: a Plan, or the path of its JSON file, instead of ``degree``, ``schedule``, ``sub_batches``,
             ``recompute``, ``shard_optimizer`` and ``message_mib``.
         memory_gib: with ``degree="auto"``, what a rank may use, in GiB. Default: nearly all of its device.
@@ -120,6 +127,7 @@ class OasesConfig:
     compile: bool | None = None
     peak_tflops: float | None = None
     message_mib: float | None = None
+    comm_dtype: CommDtype | None = None
 
     def __post_init__(self) -> None:
         """Fill in from the environment, and check what can be checked without ranks and a model."""
@@ -144,6 +152,8 @@ class OasesConfig:
             )
         if self.message_mib is not None and not 2**-16 <= self.message_mib < math.inf:
             raise ConfigError(f"message_mib={self.message_mib:g}; give the size of a message, in MiB, above 0")
+        if self.comm_dtype not in (None, *get_args(CommDtype)):
+            raise ConfigError(f"comm_dtype={self.comm_dtype!r}; choose bf16, or leave it out to send what is computed")
         check_schedule_name(self.schedule or "oases")
         self._check_planned()
         if self.tmp_size and isinstance(self.degree, int) and self.tmp_size % self.degree:

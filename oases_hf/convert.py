@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from .config import CommDtype
 from .errors import UnsupportedModelError
 from .models import Block, Family, family_of
 from .models.converted import Converted, converted
@@ -58,6 +59,7 @@ def convert(
     defer_weight_grads: bool = False,
     cuda_graphs: bool = True,
     compile: bool = False,
+    comm_dtype: CommDtype | None = None,
     unread: bool = False,
 ) -> Converted:
     """Shard ``model`` over the TMP world of ``mesh`` as ``plan`` says, in place; all ranks call it.
@@ -70,6 +72,7 @@ def convert(
         defer_weight_grads: compute weight gradients while input gradients are reduced.
         cuda_graphs: on GPUs, record what forward and backward launch, and replay it.
         compile: compile what blocks compute.
+        comm_dtype: what is wider is sent in this type by all-reduces of blocks, in training.
         unread: parameters are meta tensors, still or in part: the caller reads this rank's parts of them afterwards.
 
     Raises:
@@ -80,7 +83,7 @@ def convert(
     family = family_of(model.config)
     plan.check(describe(model), block_count(model), mesh.tmp.size)
     vocabulary = Vocabulary.of(model, Link(mesh.tmp), gather_logits)
-    placements = _placements(model, mesh, plan, family)
+    placements = _placements(model, mesh, plan, family, comm_dtype)
     layers = stack_of(model, family)
     for layer in layers:
         check_layer(layer, family)
@@ -148,12 +151,15 @@ def _share_batch(mesh: Mesh, module: nn.Module, args: tuple[Any, ...], kwargs: d
     return tuple(shared.pop(str(i)) for i in range(len(args))), shared
 
 
-def _placements(model: PreTrainedModel, mesh: Mesh, plan: Plan, family: Family) -> tuple[Placement, ...]:
+def _placements(
+    model: PreTrainedModel, mesh: Mesh, plan: Plan, family: Family, comm_dtype: CommDtype | None
+) -> tuple[Placement, ...]:
     """Where each block of the stack is; blocks of one degree share their place."""
     of_degree = {}
     for degree in sorted(set(plan.degrees)):
         replicas, replica = mesh.tmp.size // degree, mesh.tmp.rank // degree
         link = Link(mesh.axis(degree), replicas, replica, message_bytes=plan.message_bytes)
+        link.comm_dtype = comm_dtype if degree > 1 else None  # nothing is sent: nothing is rounded
         of_degree[degree] = Placement(link, [family.units(model.config, degree, rank) for rank in range(degree)])
     return tuple(of_degree[degree] for degree in plan.degrees)
 

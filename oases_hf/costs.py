@@ -117,11 +117,12 @@ class ElementBytes:
 
     Attributes:
         forward: of hidden tensors.
-        partial: of a block's output on its way through the all-reduce; less than ``forward`` under autocast.
+        partial: of a block's output; less than ``forward`` under autocast.
         gradient: of gradients of hidden tensors.
         parameter: of parameters.
         parameter_gradient: of their gradients.
         optimizer_state: of what the optimizer keeps, per parameter.
+        comm: that all-reduces of blocks send at most; None: what is computed is sent as it is.
     """
 
     forward: int
@@ -130,6 +131,17 @@ class ElementBytes:
     parameter: int
     parameter_gradient: int
     optimizer_state: int
+    comm: int | None = None
+
+    @property
+    def sent_partial(self) -> int:
+        """Of a block's output on its way through the all-reduce."""
+        return min(self.partial, self.comm or self.partial)
+
+    @property
+    def sent_gradient(self) -> int:
+        """Of the gradient of a block's input on its way through the all-reduce."""
+        return min(self.gradient, self.comm or self.gradient)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import ConfigError, UnsupportedModelError
-from .options import above_zero, add_model, count, new_file
+from .options import above_zero, add_comm_dtype, add_model, count, new_file
 
 SUMMARY = "estimate the memory of a rank for every degree, without weights, ranks or GPUs"
 DESCRIPTION = """Estimate what a rank holds at its peak, for every degree and recompute choice of all blocks:
@@ -21,6 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     add = parser.add_argument
     add_model(parser)
+    add_comm_dtype(parser)
     add("--data-size", type=count, metavar="D", default=1, help="TMP worlds; each holds all states (default: 1)")
     add("--sub-batches", type=count, metavar="K", default=2, help="that a batch is split into (default: 2)")
     add("--optimizer-bytes", type=count, metavar="N", default=8, help="of state per parameter (default: 8, AdamW's)")

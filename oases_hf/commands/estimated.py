@@ -35,7 +35,7 @@ def report(options: argparse.Namespace) -> Iterator[str]:
         raise ConfigError("--cluster and --out go together: give both, or neither")
     model, autocast = architecture_of(options), autocast_of(options, torch.device("cpu"))
     what = (model, options.tmp_size, options.seq, options.optimizer_bytes, autocast, options.data_size)
-    estimate = Estimate(*what)
+    estimate = Estimate(*what, options.comm_dtype)
     if options.cluster:
         cluster = ClusterSpec.load(options.cluster)
         dtype = "bfloat16" if options.dtype == "mixed" else options.dtype

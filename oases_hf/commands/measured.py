@@ -42,9 +42,12 @@ def run_rank(options: argparse.Namespace, seat: Seat) -> int:
         say(
             f"{mesh.data.size} × {mesh.tmp.size} ranks, batch {options.batch} × {options.seq} tokens, "
             f"{options.dtype} on {device.type}{', compile=True' * options.compile}"
+            f"{f', comm_dtype={options.comm_dtype}' if options.comm_dtype else ''}"
         )
         autocast = autocast_of(options, device)
-        costs = profile(model, mesh, workload, device, autocast, say=say, compile=options.compile)
+        costs = profile(
+            model, mesh, workload, device, autocast, say=say, compile=options.compile, comm_dtype=options.comm_dtype
+        )
         if options.out and seat.rank == 0:
             costs.save(options.out)
     say(f"\n{table(costs)}\n\n{time.perf_counter() - began:.1f} s")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import get_args
+
+from ..config import CommDtype
 
 DTYPES = ("float32", "bfloat16", "mixed")
 
@@ -23,6 +26,11 @@ def add_model(parser: argparse.ArgumentParser, *, required: bool = True) -> None
         default="float32",
         help="of weights and computation; mixed: bfloat16 autocast of float32 weights (default: float32)",
     )
+
+
+def add_comm_dtype(parser: argparse.ArgumentParser) -> None:
+    """Give ``parser`` the option that says what all-reduces of blocks are sent in."""
+    parser.add_argument("--comm-dtype", choices=get_args(CommDtype), help="for trainings with comm_dtype=bf16")
 
 
 def count(text: str) -> int:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from ..launching import Seat, on_ranks
-from .options import above_zero, add_model, counts, new_file
+from .options import above_zero, add_comm_dtype, add_model, counts, new_file
 
 SUMMARY = "measure the blocks of a model and the links between ranks, for planning"
 DESCRIPTION = """Measure one layer of a model at every degree, and the collectives between the ranks, or reuse what was
@@ -20,6 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     add = parser.add_argument
     add_model(parser)
+    add_comm_dtype(parser)
     add("--sub-batches", type=counts, metavar="1,2,…", default=(1, 2, 4), help="to measure (default: 1,2,4)")
     add("--compile", action="store_true", help="measure blocks compiled, for trainings with compile=True")
     add("--device", choices=("cpu", "cuda"), help="default: cuda with a GPU per rank, else cpu")

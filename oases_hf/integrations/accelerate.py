@@ -107,6 +107,7 @@ def _check_same(config: OasesConfig, state: Converted) -> None:
         "defer_weight_grads": state.stack.defer,
         "cuda_graphs": state.stack.graphs is not None,
         "compile": state.stack.compiled is not None,
+        "comm_dtype": next((link.comm_dtype for link in state.stack.links if link.comm_dtype), None),
         "gather_logits": state.vocabulary.gather_logits,
     }
     asked = {name: getattr(config, name) for name in is_now} | {"plan": config.load_plan()}

@@ -69,6 +69,7 @@ def convert_as(
         defer_weight_grads=chosen.defer if config.defer_weight_grads is None else config.defer_weight_grads,
         cuda_graphs=config.cuda_graphs is not False,
         compile=bool(config.compile),
+        comm_dtype=config.comm_dtype,
         unread=unread,
     )
     if mesh.tmp.size > 1 and state.sharded_fraction == 0.0:
@@ -136,7 +137,10 @@ def _planned(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh, confi
     device = accelerator.device
     # With hooks it runs as it is, which is said when it does.
     compile = bool(config.compile) and not hooks_inside([*stack_of(model, family_of(model.config))])
-    costs = profile(Architecture.of(model), mesh, workload, device, accelerator.autocast, say=say, compile=compile)
+    where = device, accelerator.autocast
+    costs = profile(
+        Architecture.of(model), mesh, workload, *where, say=say, compile=compile, comm_dtype=config.comm_dtype
+    )
     costs = replace(costs, recorded=costs.recorded and config.cuda_graphs is not False)
     numbers = (config.sub_batches,) if config.sub_batches else workload.sub_batches
     problem = Problem(

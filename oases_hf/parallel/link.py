@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..config import CommDtype
 from ..messages import message_elements
 from .actions import Outside, at_once
 from .autograd import apply
@@ -22,6 +23,9 @@ from .sharding import Span
 
 if TYPE_CHECKING:
     from .linear import Captured
+
+COMM_DTYPES: Mapping[CommDtype | None, torch.dtype | None] = {None: None, "bf16": torch.bfloat16}
+"""What settings call the types in which all-reduces of blocks are sent."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class Link:
         draws: how many of these there were.
         outside: does what is not computation.
         message_bytes: the executor's all-reduces are sent in parts of at most so many bytes; None: as a whole.
+        comm_dtype: what is wider is sent in this type by the executor's all-reduces, in training; None: as it is.
     """
 
     axis: Axis
@@ -68,6 +73,12 @@ class Link:
     draws: int = 0
     outside: Outside = at_once
     message_bytes: int | None = None
+    comm_dtype: CommDtype | None = None
+
+    def sent_as(self, dtype: torch.dtype) -> torch.dtype:
+        """In which type the executor's all-reduces send, in training, what is of ``dtype``."""
+        narrow = COMM_DTYPES[self.comm_dtype]
+        return dtype if narrow is None or dtype.itemsize <= narrow.itemsize else narrow
 
     def start_all_reduce(self, share: Tensor) -> Pending:
         """Start summing ``share``, which is contiguous, in place over the ranks, one message after the other."""

@@ -25,6 +25,7 @@ from functools import cache
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..config import CommDtype
 from ..costs import CostTable, Curve, Slowdown, Timing
 from ..models import family_of
 from ..models.reading import described
@@ -44,6 +45,7 @@ class Estimate:
         optimizer_state: bytes per parameter.
         autocast: makes the context that training computes in.
         data_size: TMP worlds that run data parallel.
+        comm_dtype: of all-reduces of blocks, where these would be wider.
 
     Attributes:
         degrees: over which a layer can be split.
@@ -60,6 +62,7 @@ class Estimate:
         optimizer_state: int,
         autocast: Autocast,
         data_size: int = 1,
+        comm_dtype: CommDtype | None = None,
     ) -> None:
         self._family, config = family_of(model.config), copy.deepcopy(model.config)
         if config._attn_implementation != "eager":
@@ -67,7 +70,7 @@ class Estimate:
         self._model = replace(model, config=config)
         self._tmp_size, self._data_size = tmp_size, data_size
         self._sequence, self._optimizer_state = sequence, optimizer_state
-        self._autocast = autocast
+        self._autocast, self._comm_dtype = autocast, comm_dtype
         self._fake = FakeTensorMode()
         with self._fake:
             self._one = self._model.of_one_layer()
@@ -98,7 +101,7 @@ class Estimate:
             rows=rows,
             sequence=self._sequence,
             hidden=config.hidden_size,
-            element_bytes=element_bytes(dtype, workload, torch.device("cpu"), self._autocast),
+            element_bytes=element_bytes(dtype, workload, torch.device("cpu"), self._autocast, self._comm_dtype),
             kinds=tuple(kinds),
             all_reduce=dict.fromkeys(groups, Curve(((1, 0.0),))),
             all_gather=dict.fromkeys(groups, Curve(((1, 0.0),))),

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..config import CommDtype
 from ..convert import block_count, convert, describe
 from ..costs import Slowdown, Timing
 from ..models.converted import Converted
@@ -59,6 +60,7 @@ class LayerProfile:
         device: of this rank.
         autocast: the context that training computes in.
         compile: blocks run compiled, for each number of sub-batches anew, so for its shapes alone, as in training.
+        comm_dtype: what is wider is brought into this type, as if it were sent, and back.
     """
 
     def __init__(
@@ -70,9 +72,10 @@ class LayerProfile:
         device: torch.device,
         autocast: Autocast,
         compile: bool,
+        comm_dtype: CommDtype | None,
     ) -> None:
         plan = Plan(describe(model), mesh.tmp.size, (degree,) * block_count(model), "oases", 1)
-        self.state: Converted = convert(model, mesh, plan, compile=compile)
+        self.state: Converted = convert(model, mesh, plan, compile=compile, comm_dtype=comm_dtype)
         self.state.stack.schedule = "oases_blocking"
         for link in self.state.stack.links:  # sums are left out, what comes before and after them is not
             link.axis = Axis(link.axis.ranks, link.axis.rank)

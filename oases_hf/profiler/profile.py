@@ -17,11 +17,13 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from ..config import CommDtype
 from ..convert import compiler
 from ..costs import CostTable, Curve, ElementBytes, KindCosts, Outside, Slowdown, Timing
 from ..errors import ConfigError
 from ..models import Block, Family, family_of
 from ..models.reading import keep_layers
+from ..parallel.link import COMM_DTYPES
 from ..parallel.mesh import Axis, Mesh
 from .layer import Autocast, DegreeProfile, LayerProfile, computed_dtype
 from .link import LinkProfile
@@ -79,6 +81,7 @@ def profile(
     cache: Path | None = None,
     say: Say = lambda line: None,
     compile: bool = False,
+    comm_dtype: CommDtype | None = None,
 ) -> CostTable:
     """Measure one layer of ``model`` at every degree, and the links; every rank must call it.
 
@@ -91,6 +94,7 @@ def profile(
         cache: folder of tables measured before; by default in the user's cache folder.
         say: is told of progress, on every rank.
         compile: measure blocks compiled, as training runs them, if it can.
+        comm_dtype: of all-reduces of blocks, where these would be wider.
 
     Raises:
         UnsupportedModelError: no family serves the model.
@@ -100,13 +104,13 @@ def profile(
     if why_not is not None:
         say(f"costs: {why_not}: blocks are not compiled")
         compile = False
-    marks = fingerprint(model, mesh, workload, device, autocast, compile)
+    marks = fingerprint(model, mesh, workload, device, autocast, compile, comm_dtype)
     path = (cache or cache_folder()) / f"{_digest(marks)}.json"
     known = mesh.from_first(lambda: path.read_text() if path.exists() else None)
     if known is not None:
         say(f"costs: as measured before, {path}")
         return CostTable.from_json(known)
-    table = _measure(model, mesh, workload, device, autocast, compile, marks, say)
+    table = _measure(model, mesh, workload, device, autocast, compile, comm_dtype, marks, say)
     if mesh.world.rank == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         table.save(path)
@@ -120,7 +124,13 @@ def cache_folder() -> Path:
 
 
 def fingerprint(
-    model: Architecture, mesh: Mesh, workload: Workload, device: torch.device, autocast: Autocast, compile: bool
+    model: Architecture,
+    mesh: Mesh,
+    workload: Workload,
+    device: torch.device,
+    autocast: Autocast,
+    compile: bool,
+    comm_dtype: CommDtype | None,
 ) -> dict[str, str]:
     """What the figures hold for."""
     config, dtype = model.config, model.dtype
@@ -134,6 +144,7 @@ def fingerprint(
         "attention": str(config._attn_implementation),
         "dtype": f"{dtype} computed in {computed}",
         "blocks": "compiled" if compile else "not compiled",
+        "sent": comm_dtype or "as computed",
         "device": torch.cuda.get_device_name(device) if gpu else f"cpu, {torch.get_num_threads()} threads",
         "ranks": f"{mesh.data.size} x {mesh.tmp.size}",
         "link": f"{dist.get_backend() if dist.is_initialized() else 'none'}, "
@@ -162,6 +173,7 @@ def _measure(
     device: torch.device,
     autocast: Autocast,
     compile: bool,
+    comm_dtype: CommDtype | None,
     marks: dict[str, str],
     say: Say,
 ) -> CostTable:
@@ -174,7 +186,7 @@ def _measure(
     shape, compiling = (workload.rows, workload.sequence), ", compiling for each number of sub-batches" * compile
     for i, degree in enumerate(degrees):
         say(f"costs: degree {degree} ({i + 1} of {len(degrees)}){compiling}")
-        layer = LayerProfile(copy.deepcopy(one), mesh, degree, shape, device, autocast, compile)
+        layer = LayerProfile(copy.deepcopy(one), mesh, degree, shape, device, autocast, compile, comm_dtype)
         found[degree] = layer.measure(numbers)
         if degree == mesh.tmp.size:
             slowdown = layer.slowdown()
@@ -197,7 +209,7 @@ def _measure(
         rows=workload.rows,
         sequence=workload.sequence,
         hidden=model.config.hidden_size,
-        element_bytes=element_bytes(model.dtype, workload, device, autocast),
+        element_bytes=element_bytes(model.dtype, workload, device, autocast, comm_dtype),
         kinds=tuple(kinds),
         all_reduce=all_reduce,
         all_gather=all_gather,
@@ -239,10 +251,13 @@ def kind_costs(
     return KindCosts(block.name, parameters, timings, saved_hiddens, 1 if block.join else 0, unowned)
 
 
-def element_bytes(dtype: torch.dtype, workload: Workload, device: torch.device, autocast: Autocast) -> ElementBytes:
-    """The bytes per element of a model of ``dtype`` that computes in ``autocast``."""
-    partial = computed_dtype(dtype, device, autocast).itemsize
-    return ElementBytes(dtype.itemsize, partial, *(dtype.itemsize,) * 3, workload.optimizer_state)
+def element_bytes(
+    dtype: torch.dtype, workload: Workload, device: torch.device, autocast: Autocast, comm_dtype: CommDtype | None
+) -> ElementBytes:
+    """The bytes per element of a model of ``dtype`` that computes in ``autocast``, and sums in ``comm_dtype``."""
+    partial, sent = computed_dtype(dtype, device, autocast).itemsize, COMM_DTYPES[comm_dtype]
+    comm = None if sent is None else sent.itemsize
+    return ElementBytes(dtype.itemsize, partial, *(dtype.itemsize,) * 3, workload.optimizer_state, comm)
 
 
 def outside_of(one: PreTrainedModel, tmp_size: int, workload: Workload, ms: float) -> Outside:

@@ -88,6 +88,7 @@ class Run:
         self._inputs: dict[Key, Tensor] = {}
         self._joins: dict[Key, Tensor] = {}
         self._partials: dict[Collective, Tensor] = {}
+        self._made_in: dict[int, torch.dtype] = {}
         self._inners: dict[Collective, Inner] = {}
         self._graphs: dict[Key, Graph] = {}
         self._put_off: dict[Key, PutOff] = {}
@@ -207,6 +208,7 @@ class Run:
 
     def _made(self, collective: Collective, share: Tensor) -> None:
         """Keep a piece of a block's output: for its all-reduce, and for backward."""
+        self._made_in[collective.block] = share.dtype
         if share.requires_grad:
             graph = self._graphs[collective.block, collective.sub_batch]
             graph.outputs[collective.piece] = torch.autograd.graph.get_gradient_edge(share), share.dtype
@@ -238,10 +240,10 @@ class Run:
             axis, part = self._rows.between[collective.block], stream[key].contiguous()
             self._flights.start(collective, axis.start_gather_rows, part, axis.whole_rows(part))
             return
-        share = self._partials.pop(collective).contiguous()
-        if (collective.block, collective.sub_batch) in self._graphs:
-            share = share.clone()  # backward may still need what the graph computed
-        self._flights.start(collective, self._blocks[collective.block].link.start_all_reduce, share)
+        share, link = self._partials.pop(collective).contiguous(), self._blocks[collective.block].link
+        sent_as = link.sent_as(share.dtype) if self._ready.schedule.backward else share.dtype
+        needed = (collective.block, collective.sub_batch) in self._graphs  # backward may still need what was computed
+        self._flights.start(collective, link.start_all_reduce, share.to(sent_as, copy=needed))
 
     def _reduce(self, block: int) -> None:
         if self.reducing:
@@ -267,9 +269,11 @@ class Run:
         return store, (collective.block, collective.sub_batch)
 
     def _join(self, collective: Collective, reduced: Tensor) -> None:
-        """Add a reduced tensor to the stream it belongs to."""
+        """Add a reduced tensor to the stream it belongs to; sums are in the type of the stream if that is wider."""
         block, k = collective.block, collective.sub_batch
         after = (block + 1, k)
+        if collective.tensor != "input_grad":
+            reduced = reduced.to(self._made_in[block])  # a norm of it computes in no narrower type
         match collective.tensor:
             case "output":
                 self._hidden[after], normed = self._blocks[block].join(self._hidden.pop((block, k)), reduced)

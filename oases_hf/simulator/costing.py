@@ -135,6 +135,6 @@ class Costs:
             each = size.gradient if collective.tensor == "grad" else size.forward
             return self.table.all_gather_ms(high // low, self.table.hidden_elements(high, self._rows) * each)
         degree = self.blocks[collective.block].terms.degree
-        each = size.gradient if collective.tensor == "input_grad" else size.partial
+        each = size.sent_gradient if collective.tensor == "input_grad" else size.sent_partial
         elements = self.table.hidden_elements(degree, self._rows)
         return self.terms.all_reduce_ms(degree, elements * each / collective.pieces)

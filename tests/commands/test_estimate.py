@@ -12,6 +12,7 @@ import torch
 
 from oases_hf import cli
 from oases_hf.commands.estimated import DryRun
+from oases_hf.costs import CostTable, ElementBytes
 from oases_hf.planner.problem import GIB
 from oases_hf.profiler import Architecture, Estimate
 
@@ -63,6 +64,14 @@ def test_the_largest_batch_that_fits(config: Path, capsys: pytest.CaptureFixture
 def test_nothing_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["estimate", "--config", str(config), *GPT2, "--memory-gib", "1e-6"]) == 0
     assert {line.split()[-1] for line in capsys.readouterr().out.splitlines()[4:]} == {"0"}
+
+
+def test_a_cost_table_of_rounded_sums(config: Path, tmp_path: Path) -> None:
+    asked = ["estimate", "--config", str(config), *GPT2, "--cluster", "rtx3090x4", "--dtype", "mixed"]
+    for option, comm in ([], None), (["--comm-dtype", "bf16"], 2):
+        out = tmp_path / f"{comm}.json"
+        assert cli.main([*asked, *option, "--out", str(out)]) == 0
+        assert CostTable.load(out).element_bytes == ElementBytes(4, 2, 4, 4, 4, 8, comm)
 
 
 REFUSED = {

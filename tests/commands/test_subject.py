@@ -29,6 +29,6 @@ def test_a_training_finds_what_the_command_measured(family: str, dtype: str, tmp
     options = argparse.Namespace(model=str(tmp_path), config=None, seq=8, dtype=dtype)
 
     def marks(model: Architecture) -> dict[str, str]:
-        return fingerprint(model, Mesh.build(1), Workload(4, 8), torch.device("cpu"), nullcontext, False)
+        return fingerprint(model, Mesh.build(1), Workload(4, 8), torch.device("cpu"), nullcontext, False, None)
 
     assert marks(architecture_of(options)) == marks(Architecture.of(loaded))

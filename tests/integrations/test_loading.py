@@ -410,17 +410,20 @@ def contradicted(folder: str) -> list[str]:
         OasesPlugin(degree=1).install(Accelerator(cpu=True), model)
     with pytest.raises(ConfigError) as shorter:
         OasesPlugin(message_mib=1).install(Accelerator(cpu=True), model)
+    with pytest.raises(ConfigError) as rounded:
+        OasesPlugin(comm_dtype="bf16").install(Accelerator(cpu=True), model)
     OasesPlugin(message_mib=2).install(Accelerator(cpu=True), model)
     with pytest.raises(UnsupportedModelError) as twice:
         OasesPlugin().install(Accelerator(cpu=True), model)
-    return [str(other.value), str(shorter.value), str(twice.value)]
+    return [str(each.value) for each in (other, shorter, rounded, twice)]
 
 
 def test_other_settings_and_a_second_accelerator_are_refused(ranks: Worlds, tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path)
-    for other, shorter, twice in ranks(2).run(contradicted, str(tmp_path)):
+    for other, shorter, rounded, twice in ranks(2).run(contradicted, str(tmp_path)):
         assert "degree=1, and load_pretrained has converted the model with degree=2" in other
         assert "message_mib=1, and load_pretrained has converted the model with message_mib=2.0" in shorter
+        assert "comm_dtype='bf16', and load_pretrained has converted the model with comm_dtype=None" in rounded
         assert "converted already" in twice
 
 

@@ -80,12 +80,18 @@ def test_recompute_is_in_bf16_too(ranks: Worlds, schedule: str) -> None:
         assert messages(ours, 1).count(torch.float32) == 4 + 2
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_as_close_to_float32_as_one_process_in_bf16(ranks: Worlds, world: int) -> None:
+def test_gradients_of_the_stream_are_sent_in_bf16_where_that_is_asked_for(ranks: Worlds) -> None:
+    for ours, types in ranks(2).run(watched, TASK, {"comm_dtype": "bf16"}):
+        assert messages(ours, 2) == [torch.bfloat16] * 16
+        assert set(types.kept_bytes) == {BLOCKS * BATCH * SEQ * HIDDEN * torch.float32.itemsize}, "as ever"
+
+
+@pytest.mark.parametrize(("world", "comm_dtype"), [(2, None), (4, None), (4, "bf16")])
+def test_as_close_to_float32_as_one_process_in_bf16(ranks: Worlds, world: int, comm_dtype: str | None) -> None:
     exact, rounded = one_process(ranks, FLOAT32), one_process(ranks, TASK)
     noise = gradient_deviation(rounded.gradients, exact.gradients, relative=1.0).ratio
     assert 1e-4 < noise < 0.2
-    for ours in ranks(world).run(fit, TASK, {}):
+    for ours in ranks(world).run(fit, TASK, {"comm_dtype": comm_dtype}):
         assert gradient_deviation(ours.gradients, exact.gradients, relative=2 * noise).ok
         assert ours.losses == pytest.approx(exact.losses, rel=1e-2)
         assert {value.dtype for value in (*ours.gradients.values(), *ours.end.values())} == {torch.float32}

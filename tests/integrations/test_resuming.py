@@ -64,6 +64,7 @@ SAME: dict[str, tuple[Task, int, Settings]] = {
     "sgd": (Task({**STEPS, **SGD}), 2, {}),
     "frozen": (Task(STEPS, prepare=freeze_embeddings), 2, {}),
     "one process": (Task(STEPS, model={"dropout": 0.1}, family="gpt2"), 1, {}),
+    "rounded": (Task(STEPS, model={"dropout": 0.1}, family="gpt2"), 2, {"comm_dtype": "bf16"}),
     "worlds": (Task(STEPS, model={"dropout": 0.1}, family="gpt2"), 4, {"tmp_size": 2}),
     "owned": (
         Task(STEPS, model={"dropout": 0.1}, family="llama"),

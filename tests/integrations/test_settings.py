@@ -37,10 +37,12 @@ def test_variables_fill_in_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> 
         "OASES_SHARD_OPTIMIZER": "reduce",
         "OASES_MESSAGE_MIB": "0.5",
         "OASES_COMPILE": "1",
+        "OASES_COMM_DTYPE": "bf16",
     }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    expected = OasesConfig(4, None, "wang", 1, "none", True, False, "reduce", message_mib=0.5, compile=True)
+    others: dict[str, Any] = {"message_mib": 0.5, "compile": True, "comm_dtype": "bf16"}
+    expected = OasesConfig(4, None, "wang", 1, "none", True, False, "reduce", **others)
     assert OasesConfig(sub_batches=1) == expected
     assert vars(OasesPlugin(sub_batches=1)) == vars(expected)
     assert OasesConfig(schedule="merak").schedule == "merak"
@@ -69,6 +71,8 @@ REFUSED: list[tuple[dict[str, str], dict[str, Any], str]] = [
     ({}, {"message_mib": 0}, "message_mib=0; give the size of a message, in MiB, above 0"),
     ({"OASES_MESSAGE_MIB": "inf"}, {}, "message_mib=inf; give the size of a message, in MiB, above 0"),
     ({"OASES_MESSAGE_MIB": "16"}, {"plan": PLAN}, "plan and message_mib are both set; the plan holds message_mib: le"),
+    ({}, {"comm_dtype": "fp16"}, "comm_dtype='fp16'; choose bf16, or leave it out to send what is computed"),
+    ({"OASES_COMM_DTYPE": "16"}, {}, "comm_dtype='16'; choose bf16, or leave it out to send what is computed"),
     ({}, {"schedule": "fast"}, "schedule 'fast' is unknown; choose one of megatron, wang, merak, cross_pass, oases"),
     ({}, {"plan": PLAN, "schedule": "wang"}, "plan and schedule are both set; the plan holds schedule: leave one out"),
     ({"OASES_DEGREE": "2"}, {"plan": PLAN}, "plan and degree are both set; the plan holds degree: leave one out"),
@@ -177,6 +181,18 @@ def test_blocks_are_told_the_size_of_messages(ranks: Worlds) -> None:
     assert ranks(4).run(message_bytes, {"degree": 2, "message_mib": 1.5}) == [[3 * 2**19] * 5 + [None]] * 4
     assert ranks(4).run(message_bytes, {"plan": MIXED}) == [[512] * 5 + [None]] * 4
     assert ranks(4).run(message_bytes, {"degree": 2}) == [[None] * 6] * 4
+
+
+def comm_dtypes(settings: dict[str, Any]) -> list[str | None]:
+    """On a rank: of every block, and of what is outside of blocks."""
+    state = converted(set_up(settings)[1])
+    return [link.comm_dtype for link in (*state.stack.links, state.vocabulary.link)]
+
+
+def test_blocks_that_send_are_told_in_which_type(ranks: Worlds) -> None:
+    mixed = ["bf16", "bf16", None, "bf16", None]  # with a plan too: plans do not say
+    assert ranks(4).run(comm_dtypes, {"plan": MIXED, "comm_dtype": "bf16"}) == [mixed] * 4
+    assert ranks(4).run(comm_dtypes, {"plan": MIXED}) == [[None] * 5] * 4
 
 
 def printed(settings: dict[str, Any]) -> str:
