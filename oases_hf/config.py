@@ -85,10 +85,11 @@ class OasesConfig:
             ``degree="auto"`` the planner chooses, unless told.
         message_mib: send all-reduces of blocks in parts of at most so many MiB. Default: as a whole; with
             ``degree="auto"`` in parts where these were measured to be faster on this link.
-        comm_dtype: ``bf16``: in training, round what all-reduces of blocks send from wider types, sums included: under
-            autocast the gradients of the stream, which then take half the bytes; without it, outputs of blocks too.
-            What arrives is added to the stream in the stream's type. Rows that move between blocks of different
-            degrees, embedding, head, and gradients of weights are sent as they are. Default: exact.
+        comm_dtype: ``bf16``: in training, send all-reduces of blocks in bf16 where they would be wider: under autocast
+            the gradients of the stream, in half the bytes; without it, outputs of blocks too. Shares and sums are
+            rounded, and added to the stream in the stream's type. Rows that move between blocks of different degrees,
+            embedding, head, and gradients of weights are sent as they are, as is all in evaluation, in generation, and
+            where layers run one by one. Default: all is sent as it is.
         plan: a Plan, or the path of its JSON file, instead of ``degree``, ``schedule``, ``sub_batches``,
             ``recompute``, ``shard_optimizer`` and ``message_mib``.
         memory_gib: with ``degree="auto"``, what a rank may use, in GiB. Default: nearly all of its device.

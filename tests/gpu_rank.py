@@ -27,6 +27,7 @@ from tests.families import FAMILIES
 from tests.parallel import full_gradients, full_parameters, one_step, parallel
 from tests.parity import ZERO_GRADIENT_FLOOR, assert_gradients, assert_loss, assert_updates, float64_math
 from tests.reference import gradients
+from tests.test_comm_dtype import tolerance
 from tests.test_dropout import slopes
 from tests.tiny import batch, tiny_llama
 
@@ -117,6 +118,24 @@ def check_mixed() -> int:
             one_step(model, [data])
         check_recorded(state)
         assert_gradients(full_gradients(model), {n: g.cpu() for n, g in gradients(whole).items()})
+        compared += 1
+    return compared
+
+
+def check_rounded() -> int:
+    """Steps whose sums are sent in bf16, kernel by kernel and then recorded."""
+    compared, world = 0, dist.get_world_size()
+    for name, schedule in itertools.product(("llama", "bert", "gemma3"), SCHEDULE_NAMES):
+        data = on_gpu(FAMILIES[name].batch(ROWS, SEQ, padding="right"))
+        whole, model = (cast(Any, FAMILIES[name].model()).cuda().train() for _ in range(2))
+        with float64_math():
+            whole(**data).loss.backward()
+        state = parallel(model, world, schedule, comm_dtype="bf16")
+        for _ in range(WARM + 2):
+            one_step(model, [data])
+            wanted = {n: g.cpu() for n, g in gradients(whole).items()}
+            assert_gradients(full_gradients(model), wanted, relative=tolerance(world))
+        check_recorded(state)
         compared += 1
     return compared
 
@@ -216,6 +235,7 @@ def check_switches() -> int:
         {"defer_weight_grads": True},
         {"recompute": "none", "defer_weight_grads": True},
         {"sub_batches": 4},
+        {"comm_dtype": "bf16"},
     )
     curves = [losses_of(200, **setting) for setting in settings]
     for setting, losses in zip(settings[1:], curves[1:], strict=True):
@@ -266,6 +286,7 @@ CHECKS = {
     "compared": check_schedules,
     "with dropout": check_families,
     "mixed": check_mixed,
+    "rounded": check_rounded,
     "compiled": check_compiled,
     "owned": check_owned,
     "precisions": check_precisions,

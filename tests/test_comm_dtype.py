@@ -32,8 +32,13 @@ from .tiny import batch, tiny_llama
 SUMS = 2 * 4
 """That a gradient of these models is behind: of four blocks, in both directions."""
 
-ROUNDED = SUMS * torch.finfo(torch.bfloat16).eps
-"""How far gradients may be off, 6 %: a rank's share and the sum are each wrong by up to half an epsilon of bf16."""
+
+def tolerance(ranks: int) -> float:
+    """How far gradients may be off: of every sum, each share and what it is added to are rounded by half an epsilon.
+
+    That is 6 % for 2 ranks; at most half of it was seen, where gradients nearly cancel.
+    """
+    return SUMS * ranks / 2 * torch.finfo(torch.bfloat16).eps
 
 
 @pytest.mark.parametrize(
@@ -137,7 +142,7 @@ def check(name: str, world: int, wanted: dict[str, Tensor], schedule: ScheduleNa
             one_step(model, [FAMILIES[name].batch(ROWS, SEQ, padding="right")])
         found.append(full_gradients(model))
     assert_same(*found)
-    assert_gradients(found[0], wanted, relative=ROUNDED)
+    assert_gradients(found[0], wanted, relative=tolerance(world))
 
 
 @cache
@@ -223,10 +228,10 @@ def test_evaluation_and_generation_are_exact(ranks: Worlds) -> None:
             assert types[torch.bfloat16] == 0 < types[torch.float64]
 
 
-def test_what_is_not_rounded_would_be_found() -> None:
-    """The tolerance tells a missing sum from rounding."""
+def test_what_is_wrong_would_be_found() -> None:
+    """The tolerance tells rounding from a gradient that is off by a factor."""
     model: Any = tiny_llama().train()
     model(**batch(ROWS, SEQ)).loss.backward()
     wrong = gradients(model)
     with pytest.raises(AssertionError, match="deviates"):
-        assert_gradients({name: 1.1 * gradient for name, gradient in wrong.items()}, wrong, relative=ROUNDED)
+        assert_gradients({name: 1.1 * gradient for name, gradient in wrong.items()}, wrong, relative=tolerance(2))

@@ -22,8 +22,9 @@ def test_ranks_on_gpus() -> None:
         assert "compared 30" in process.stdout
         assert "with dropout 40" in process.stdout
         assert "mixed 12" in process.stdout
+        assert "rounded 15" in process.stdout
         assert "compiled 8" in process.stdout
         assert re.search(r"owned [1-9]\d*\n", process.stdout)
         assert "precisions 2" in process.stdout
-        assert "switches 7" in process.stdout
+        assert "switches 8" in process.stdout
         assert "long rows 6" in process.stdout
