@@ -17,7 +17,7 @@ from ..launching import PASS, Seat, under_launcher
 from ..parallel.mesh import Mesh
 from ..plan import ScheduleName
 from ..planner import Problem, uniform_plan
-from ..profiler import Architecture, Workload, profile
+from ..profiler import Architecture, Running, Workload, profile
 from ..schedule import kind
 from ..simulator import simulate
 from .subject import architecture_of, autocast_of
@@ -70,7 +70,7 @@ def _predict(
     def say(line: str) -> None:
         teller.step(line, PROFILE_LIMIT_S)
 
-    costs = profile(model, mesh, workload, device, autocast_of(options, device), say=say)
+    costs = profile(model, mesh, workload, Running(device, autocast_of(options, device)), say=say)
     problem = Problem(costs, model.config.num_hidden_layers, math.inf)
     degree = max(costs.degrees())
     plans = (uniform_plan(problem, name, degree) for name in COMPARED)

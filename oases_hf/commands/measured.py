@@ -11,7 +11,7 @@ from ..costs import CostTable, Curve
 from ..joining import device_of_rank, process_group, silence_libraries
 from ..launching import PASS, Seat
 from ..parallel.mesh import Mesh
-from ..profiler import Workload, profile
+from ..profiler import Running, Workload, profile
 from .subject import architecture_of, autocast_of
 
 MIB = 2**20
@@ -44,10 +44,8 @@ def run_rank(options: argparse.Namespace, seat: Seat) -> int:
             f"{options.dtype} on {device.type}{', compile=True' * options.compile}"
             f"{f', comm_dtype={options.comm_dtype}' if options.comm_dtype else ''}"
         )
-        autocast = autocast_of(options, device)
-        costs = profile(
-            model, mesh, workload, device, autocast, say=say, compile=options.compile, comm_dtype=options.comm_dtype
-        )
+        running = Running(device, autocast_of(options, device), options.compile, options.comm_dtype)
+        costs = profile(model, mesh, workload, running, say=say)
         if options.out and seat.rank == 0:
             costs.save(options.out)
     say(f"\n{table(costs)}\n\n{time.perf_counter() - began:.1f} s")

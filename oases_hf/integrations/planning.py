@@ -19,7 +19,7 @@ from ..models.converted import Converted
 from ..parallel.mesh import Mesh
 from ..plan import Plan, Recompute, ShardOptimizer, check_schedule_name
 from ..planner import Problem, explain, message_choices, plan_of, solve
-from ..profiler import Architecture, Workload, profile
+from ..profiler import Architecture, Running, Workload, profile
 from ..runtime.signature import hooks_inside
 from ..schedule import kind
 from ..simulator import simulate
@@ -137,10 +137,8 @@ def _planned(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh, confi
     device = accelerator.device
     # With hooks it runs as it is, which is said when it does.
     compile = bool(config.compile) and not hooks_inside([*stack_of(model, family_of(model.config))])
-    where = device, accelerator.autocast
-    costs = profile(
-        Architecture.of(model), mesh, workload, *where, say=say, compile=compile, comm_dtype=config.comm_dtype
-    )
+    running = Running(device, accelerator.autocast, compile, config.comm_dtype)
+    costs = profile(Architecture.of(model), mesh, workload, running, say=say)
     costs = replace(costs, recorded=costs.recorded and config.cuda_graphs is not False)
     numbers = (config.sub_batches,) if config.sub_batches else workload.sub_batches
     problem = Problem(

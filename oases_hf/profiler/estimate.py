@@ -31,7 +31,7 @@ from ..models import family_of
 from ..models.reading import described
 from ..simulator.cluster import ClusterSpec, Work
 from .dry import DryLayer, Held
-from .layer import Autocast
+from .layer import Autocast, Running
 from .profile import Architecture, Workload, element_bytes, feasible_degrees, kind_costs, outside_of
 
 
@@ -70,7 +70,7 @@ class Estimate:
         self._model = replace(model, config=config)
         self._tmp_size, self._data_size = tmp_size, data_size
         self._sequence, self._optimizer_state = sequence, optimizer_state
-        self._autocast, self._comm_dtype = autocast, comm_dtype
+        self._running = Running(torch.device("cpu"), autocast, comm_dtype=comm_dtype)
         self._fake = FakeTensorMode()
         with self._fake:
             self._one = self._model.of_one_layer()
@@ -101,7 +101,7 @@ class Estimate:
             rows=rows,
             sequence=self._sequence,
             hidden=config.hidden_size,
-            element_bytes=element_bytes(dtype, workload, torch.device("cpu"), self._autocast, self._comm_dtype),
+            element_bytes=element_bytes(dtype, workload, self._running),
             kinds=tuple(kinds),
             all_reduce=dict.fromkeys(groups, Curve(((1, 0.0),))),
             all_gather=dict.fromkeys(groups, Curve(((1, 0.0),))),
@@ -143,7 +143,7 @@ class Estimate:
             for i, name in enumerate(names):
                 _, rank = self._fullest(i, degree)
                 with self._fake:
-                    operations = self._layer(degree, rank).operations(self._sequence, self._autocast)[i]
+                    operations = self._layer(degree, rank).operations(self._sequence, self._running.autocast)[i]
                 for what, by_kind in found.items():
                     by_kind[name][degree] = float(getattr(operations, what))
         config = self._model.config
@@ -162,4 +162,4 @@ class Estimate:
 
     def _run(self, degree: int, rank: int, rows: int) -> tuple[Held, ...]:
         with self._fake:
-            return self._layer(degree, rank).run(rows, self._sequence, self._autocast)
+            return self._layer(degree, rank).run(rows, self._sequence, self._running.autocast)

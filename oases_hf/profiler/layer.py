@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -28,6 +28,29 @@ BUDGET_S = 3.0
 """Steps of one number of sub-batches are timed until this is spent, at least three and at most ten."""
 
 Autocast = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True)
+class Running:
+    """How training runs blocks, as far as their costs depend on it.
+
+    Attributes:
+        device: of this rank.
+        autocast: makes the context that training computes in.
+        compile: blocks are compiled, where they can be.
+        comm_dtype: of all-reduces of blocks, where these would be wider.
+    """
+
+    device: torch.device
+    autocast: Autocast = nullcontext
+    compile: bool = False
+    comm_dtype: CommDtype | None = None
+
+    def computed(self, dtype: torch.dtype) -> torch.dtype:
+        """What the matmuls of a model of ``dtype`` compute in."""
+        device = self.device.type
+        with self.autocast():
+            return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
 
 
 @dataclass
@@ -57,10 +80,8 @@ class LayerProfile:
         mesh: the ranks.
         degree: of all its blocks.
         shape: rows of a micro-batch, and tokens of a row.
-        device: of this rank.
-        autocast: the context that training computes in.
-        compile: blocks run compiled, for each number of sub-batches anew, so for its shapes alone, as in training.
-        comm_dtype: what is wider is brought into this type, as if it were sent, and back.
+        running: blocks are compiled for each number of sub-batches anew, so for its shapes alone, as in training; what
+            is wider than ``comm_dtype`` is brought into that type, as if it were sent, and back.
     """
 
     def __init__(
@@ -69,20 +90,17 @@ class LayerProfile:
         mesh: Mesh,
         degree: int,
         shape: tuple[int, int],
-        device: torch.device,
-        autocast: Autocast,
-        compile: bool,
-        comm_dtype: CommDtype | None,
+        running: Running,
     ) -> None:
         plan = Plan(describe(model), mesh.tmp.size, (degree,) * block_count(model), "oases", 1)
-        self.state: Converted = convert(model, mesh, plan, compile=compile, comm_dtype=comm_dtype)
+        self.state: Converted = convert(model, mesh, plan, compile=running.compile, comm_dtype=running.comm_dtype)
         self.state.stack.schedule = "oases_blocking"
         for link in self.state.stack.links:  # sums are left out, what comes before and after them is not
             link.axis = Axis(link.axis.ranks, link.axis.rank)
-        self.model = cast(Any, model).to(device).train()
-        self.link = LinkProfile(mesh, device)
-        self._device, self._clock, self._autocast = device, Clock(device), autocast
-        self._batch = _batch(model, shape, device, self.state.vocabulary.loss is not None)
+        self._running, self._device = running, running.device
+        self.model = cast(Any, model).to(self._device).train()
+        self.link, self._clock = LinkProfile(mesh, self._device), Clock(self._device)
+        self._batch = _batch(model, shape, self._device, self.state.vocabulary.loss is not None)
 
     def measure(self, sub_batches: Sequence[int]) -> DegreeProfile:
         """Measure everything; every rank must call it."""
@@ -113,7 +131,7 @@ class LayerProfile:
         """What this layer's matmuls and an all-reduce of a sub-batch of its hidden tensor cost each other."""
         hidden = int(self.model.config.hidden_size)
         rows, sequence = self._batch["input_ids"].shape
-        dtype = computed_dtype(self.model.dtype, self._device, self._autocast)
+        dtype = self._running.computed(self.model.dtype)
         x = torch.ones(max(1, rows // 2) * sequence, hidden, device=self._device, dtype=dtype)
         weight = torch.ones(hidden, hidden, device=self._device, dtype=dtype)
         size = x.numel() * x.element_size()
@@ -183,7 +201,7 @@ class LayerProfile:
     def _step(self, watch: Watch = unwatched) -> None:
         self.state.stack.watch = watch
         self.state.gradients.reopen()
-        with self._autocast():
+        with self._running.autocast():
             output = self.model(**self._batch)
         loss = output.get("loss")
         if loss is None:
@@ -203,12 +221,6 @@ class LayerProfile:
             times.append(self._clock.ms(start, self._clock.now()))
         elements = sum(p.numel() for p in parameters)
         return self.link.slowest([statistics.median(times) / elements * 1e6])[0]
-
-
-def computed_dtype(dtype: torch.dtype, device: torch.device, autocast: Autocast) -> torch.dtype:
-    """What the matmuls of a model of ``dtype`` compute in."""
-    with autocast():
-        return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
 
 
 def _spread(times: Sequence[float]) -> float:

@@ -6,8 +6,8 @@ import copy
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import cast
 
@@ -17,7 +17,6 @@ import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..config import CommDtype
 from ..convert import compiler
 from ..costs import CostTable, Curve, ElementBytes, KindCosts, Outside, Slowdown, Timing
 from ..errors import ConfigError
@@ -25,7 +24,7 @@ from ..models import Block, Family, family_of
 from ..models.reading import keep_layers
 from ..parallel.link import COMM_DTYPES
 from ..parallel.mesh import Axis, Mesh
-from .layer import Autocast, DegreeProfile, LayerProfile, computed_dtype
+from .layer import DegreeProfile, LayerProfile, Running
 from .link import LinkProfile
 
 Say = Callable[[str], None]
@@ -76,12 +75,9 @@ def profile(
     model: Architecture,
     mesh: Mesh,
     workload: Workload,
-    device: torch.device,
-    autocast: Autocast = nullcontext,
+    running: Running,
     cache: Path | None = None,
     say: Say = lambda line: None,
-    compile: bool = False,
-    comm_dtype: CommDtype | None = None,
 ) -> CostTable:
     """Measure one layer of ``model`` at every degree, and the links; every rank must call it.
 
@@ -89,28 +85,25 @@ def profile(
         model: of a served family.
         mesh: the ranks.
         workload: what is trained.
-        device: of this rank.
-        autocast: makes the context that training computes in.
+        running: how blocks run; not compiled where they cannot be.
         cache: folder of tables measured before; by default in the user's cache folder.
         say: is told of progress, on every rank.
-        compile: measure blocks compiled, as training runs them, if it can.
-        comm_dtype: of all-reduces of blocks, where these would be wider.
 
     Raises:
         UnsupportedModelError: no family serves the model.
         ConfigError: a cached table cannot be read.
     """
-    why_not = compiler(model.config).why_not((), training=True) if compile else None
+    why_not = compiler(model.config).why_not((), training=True) if running.compile else None
     if why_not is not None:
         say(f"costs: {why_not}: blocks are not compiled")
-        compile = False
-    marks = fingerprint(model, mesh, workload, device, autocast, compile, comm_dtype)
+        running = replace(running, compile=False)
+    marks = fingerprint(model, mesh, workload, running)
     path = (cache or cache_folder()) / f"{_digest(marks)}.json"
     known = mesh.from_first(lambda: path.read_text() if path.exists() else None)
     if known is not None:
         say(f"costs: as measured before, {path}")
         return CostTable.from_json(known)
-    table = _measure(model, mesh, workload, device, autocast, compile, comm_dtype, marks, say)
+    table = _measure(model, mesh, workload, running, marks, say)
     if mesh.world.rank == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         table.save(path)
@@ -123,28 +116,20 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "oases_hf" / "costs"
 
 
-def fingerprint(
-    model: Architecture,
-    mesh: Mesh,
-    workload: Workload,
-    device: torch.device,
-    autocast: Autocast,
-    compile: bool,
-    comm_dtype: CommDtype | None,
-) -> dict[str, str]:
+def fingerprint(model: Architecture, mesh: Mesh, workload: Workload, running: Running) -> dict[str, str]:
     """What the figures hold for."""
     config, dtype = model.config, model.dtype
     shape = {k: v for k, v in sorted(config.to_dict().items()) if isinstance(v, int | float | str | bool)}
+    device = running.device
     gpu = device.type == "cuda"
-    computed = computed_dtype(dtype, device, autocast)
     return {
         "model": f"{config.model_type}, hidden {config.hidden_size}, {config.num_hidden_layers} layers",
         "layers": str(config.num_hidden_layers),
         "config": hashlib.sha256(repr(shape).encode()).hexdigest()[:16],
         "attention": str(config._attn_implementation),
-        "dtype": f"{dtype} computed in {computed}",
-        "blocks": "compiled" if compile else "not compiled",
-        "sent": comm_dtype or "as computed",
+        "dtype": f"{dtype} computed in {running.computed(dtype)}",
+        "blocks": "compiled" if running.compile else "not compiled",
+        "sent": running.comm_dtype or "as computed",
         "device": torch.cuda.get_device_name(device) if gpu else f"cpu, {torch.get_num_threads()} threads",
         "ranks": f"{mesh.data.size} x {mesh.tmp.size}",
         "link": f"{dist.get_backend() if dist.is_initialized() else 'none'}, "
@@ -167,15 +152,7 @@ def feasible_degrees(config: PretrainedConfig, family: Family, tmp_size: int) ->
 
 
 def _measure(
-    model: Architecture,
-    mesh: Mesh,
-    workload: Workload,
-    device: torch.device,
-    autocast: Autocast,
-    compile: bool,
-    comm_dtype: CommDtype | None,
-    marks: dict[str, str],
-    say: Say,
+    model: Architecture, mesh: Mesh, workload: Workload, running: Running, marks: dict[str, str], say: Say
 ) -> CostTable:
     family = family_of(model.config)
     degrees = feasible_degrees(model.config, family, mesh.tmp.size)
@@ -183,16 +160,19 @@ def _measure(
     one = model.of_one_layer()
     found: dict[int, DegreeProfile] = {}
     slowdown = Slowdown()
-    shape, compiling = (workload.rows, workload.sequence), ", compiling for each number of sub-batches" * compile
+    shape, compiling = (
+        (workload.rows, workload.sequence),
+        ", compiling for each number of sub-batches" * running.compile,
+    )
     for i, degree in enumerate(degrees):
         say(f"costs: degree {degree} ({i + 1} of {len(degrees)}){compiling}")
-        layer = LayerProfile(copy.deepcopy(one), mesh, degree, shape, device, autocast, compile, comm_dtype)
+        layer = LayerProfile(copy.deepcopy(one), mesh, degree, shape, running)
         found[degree] = layer.measure(numbers)
         if degree == mesh.tmp.size:
             slowdown = layer.slowdown()
         del layer
     say("costs: links")
-    all_reduce, all_gather, exchange = _links(mesh, degrees, device)
+    all_reduce, all_gather, exchange = _links(mesh, degrees, running.device)
     kinds = [
         kind_costs(
             block,
@@ -209,7 +189,7 @@ def _measure(
         rows=workload.rows,
         sequence=workload.sequence,
         hidden=model.config.hidden_size,
-        element_bytes=element_bytes(model.dtype, workload, device, autocast, comm_dtype),
+        element_bytes=element_bytes(model.dtype, workload, running),
         kinds=tuple(kinds),
         all_reduce=all_reduce,
         all_gather=all_gather,
@@ -217,7 +197,7 @@ def _measure(
         slowdown=slowdown,
         outside=outside_of(one, mesh.tmp.size, workload, found[max(degrees)].outside_ms),
         optimizer_ms=max(each.optimizer_ms for each in found.values()),
-        recorded=device.type == "cuda",
+        recorded=running.device.type == "cuda",
     )
 
 
@@ -251,11 +231,9 @@ def kind_costs(
     return KindCosts(block.name, parameters, timings, saved_hiddens, 1 if block.join else 0, unowned)
 
 
-def element_bytes(
-    dtype: torch.dtype, workload: Workload, device: torch.device, autocast: Autocast, comm_dtype: CommDtype | None
-) -> ElementBytes:
-    """The bytes per element of a model of ``dtype`` that computes in ``autocast``, and sums in ``comm_dtype``."""
-    partial, sent = computed_dtype(dtype, device, autocast).itemsize, COMM_DTYPES[comm_dtype]
+def element_bytes(dtype: torch.dtype, workload: Workload, running: Running) -> ElementBytes:
+    """The bytes per element of a model of ``dtype``."""
+    partial, sent = running.computed(dtype).itemsize, COMM_DTYPES[running.comm_dtype]
     comm = None if sent is None else sent.itemsize
     return ElementBytes(dtype.itemsize, partial, *(dtype.itemsize,) * 3, workload.optimizer_state, comm)
 

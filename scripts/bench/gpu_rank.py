@@ -29,7 +29,7 @@ from oases_hf.models.reading import described
 from oases_hf.parallel.mesh import Mesh
 from oases_hf.plan import Recompute
 from oases_hf.planner import Problem, message_choices
-from oases_hf.profiler import Architecture, Workload, profile
+from oases_hf.profiler import Architecture, Running, Workload, profile
 from scripts.bench import whole_models
 from scripts.bench.contenders import KINDS, PEERS, Planned, Training, Work, uniform
 from scripts.bench.rivals import RIVALS
@@ -101,7 +101,7 @@ class Layers:
         job, mesh = self._job, self._mesh
         architecture = Architecture(LlamaModel, work.config, work.dtype)
         workload = Workload(work.batch, job.seq, optimizer_state=0)
-        costs = profile(architecture, mesh, workload, self._world.device, cache=job.folder)
+        costs = profile(architecture, mesh, workload, Running(self._world.device), cache=job.folder)
         numbers = tuple(n for n in workload.sub_batches if n <= work.batch)
         limit_gib = job.memory_gib * SPARE
         problem = Problem(

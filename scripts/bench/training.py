@@ -27,7 +27,7 @@ from oases_hf.convert import describe
 from oases_hf.costs import CostTable
 from oases_hf.integrations.planning import device_of
 from oases_hf.parallel.mesh import Axis, Mesh, Pending
-from oases_hf.profiler import Architecture, Workload, profile
+from oases_hf.profiler import Architecture, Running, Workload, profile
 from oases_hf.profiler.profile import Say
 from oases_hf.runtime.graphs import WARM
 from oases_hf.schedule import Instruction, StartAsync, Sync
@@ -120,8 +120,8 @@ def profiled(
     model, mesh = whole_model(options, device_of(accelerator)), Mesh.build(dist.get_world_size())
     workload = Workload(options.batch, options.seq, tuple(sub_batches))
     with tempfile.TemporaryDirectory() as cache:
-        where = accelerator.device, accelerator.autocast
-        costs = profile(Architecture.of(model), mesh, workload, *where, cache=Path(cache), say=say)
+        running = Running(accelerator.device, accelerator.autocast)
+        costs = profile(Architecture.of(model), mesh, workload, running, cache=Path(cache), say=say)
     return costs, describe(model), mesh
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from oases_hf.commands.subject import architecture_of
 from oases_hf.parallel.mesh import Mesh
-from oases_hf.profiler import Architecture, Workload
+from oases_hf.profiler import Architecture, Running, Workload
 from oases_hf.profiler.profile import fingerprint
 
 from ..families import FAMILIES
@@ -29,6 +28,6 @@ def test_a_training_finds_what_the_command_measured(family: str, dtype: str, tmp
     options = argparse.Namespace(model=str(tmp_path), config=None, seq=8, dtype=dtype)
 
     def marks(model: Architecture) -> dict[str, str]:
-        return fingerprint(model, Mesh.build(1), Workload(4, 8), torch.device("cpu"), nullcontext, False, None)
+        return fingerprint(model, Mesh.build(1), Workload(4, 8), Running(torch.device("cpu")))
 
     assert marks(architecture_of(options)) == marks(Architecture.of(loaded))

@@ -19,7 +19,7 @@ from oases_hf.integrations import planning
 from oases_hf.models.converted import converted
 from oases_hf.parallel.mesh import Axis, Mesh
 from oases_hf.planner import Problem, Solution, solve
-from oases_hf.profiler import Architecture, Workload, layer, link, profile
+from oases_hf.profiler import Architecture, Running, Workload, layer, link, profile
 
 from ..families import FAMILIES
 from ..planner.examples import by_hand, flat
@@ -45,7 +45,9 @@ def measured(family: str, world: int, cache: Path) -> tuple[CostTable, CostTable
     model, said = FAMILIES[family].model(dtype=torch.float32), list[str]()
     mesh, workload = Mesh.build(world), Workload(4, 8, (1, 2))
     before = torch.get_rng_state()
-    tables = [profile(Architecture.of(model), mesh, workload, torch.device("cpu"), say=said.append) for _ in range(2)]
+    tables = [
+        profile(Architecture.of(model), mesh, workload, Running(torch.device("cpu")), say=said.append) for _ in range(2)
+    ]
     assert torch.equal(torch.get_rng_state(), before)
     return tables[0], tables[1], said
 

@@ -15,7 +15,7 @@ from oases_hf import OasesPlugin, cli
 from oases_hf.costs import CostTable, Slowdown
 from oases_hf.integrations import planning
 from oases_hf.parallel.mesh import Mesh
-from oases_hf.profiler import Architecture, Workload, profile
+from oases_hf.profiler import Architecture, Running, Workload, profile
 from oases_hf.profiler.layer import LayerProfile
 
 from ..command_line import as_rank
@@ -35,7 +35,7 @@ def measured(cache: Path, compile: bool, **settings: Any) -> Measured:
     """On a rank: a table; of every step, what watched it, and how many graphs it compiled; and what was said."""
     in_a_hurry(cache)
     model, said = FAMILIES["llama"].model(dtype=torch.float32, **settings), list[str]()
-    what = (Architecture.of(model), Mesh.build(2), Workload(ROWS, 8, NUMBERS), torch.device("cpu"))
+    what = (Architecture.of(model), Mesh.build(2), Workload(ROWS, 8, NUMBERS))
     steps, step = list[tuple[str, int]](), LayerProfile._step
 
     def counting(layer: LayerProfile, watch: Any) -> None:
@@ -45,7 +45,7 @@ def measured(cache: Path, compile: bool, **settings: Any) -> Measured:
 
     before = torch.get_rng_state()
     with compiling(), mock.patch.object(LayerProfile, "_step", counting):
-        table = profile(*what, say=said.append, compile=compile)
+        table = profile(*what, Running(torch.device("cpu"), compile=compile), say=said.append)
     assert torch.equal(torch.get_rng_state(), before)
     return table, steps, said
 
@@ -117,7 +117,7 @@ def test_a_plan_is_for_blocks_as_they_will_run(compile: bool, hooks: bool) -> No
     plugin = OasesPlugin(degree="auto", compile=compile, batch_size=4, sequence_length=8)
     with mock.patch.object(planning, "profile", side_effect=Asked) as asked, pytest.raises(Asked):
         plugin.install(Accelerator(cpu=True), model)
-    assert asked.call_args.kwargs["compile"] is (compile and not hooks)
+    assert asked.call_args.args[3].compile is (compile and not hooks)
 
 
 def test_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

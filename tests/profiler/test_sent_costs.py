@@ -19,7 +19,7 @@ from oases_hf.costs import CostTable, ElementBytes
 from oases_hf.integrations import planning
 from oases_hf.parallel.link import Link
 from oases_hf.parallel.mesh import Mesh, Pending
-from oases_hf.profiler import Architecture, Workload, profile
+from oases_hf.profiler import Architecture, Running, Workload, profile
 from oases_hf.profiler.profile import element_bytes
 
 from ..command_line import as_rank
@@ -35,7 +35,7 @@ def measured(cache: Path, comm_dtype: CommDtype | None) -> tuple[CostTable, set[
     """On a rank: a table, and in which types shares were handed over to be summed, at degrees above 1."""
     in_a_hurry(cache)
     model, own = tiny_llama(dtype=torch.float32), Link.start_all_reduce
-    what = (Architecture.of(model), Mesh.build(2), Workload(4, 8, (1,)), torch.device("cpu"), MIXED)
+    what = (Architecture.of(model), Mesh.build(2), Workload(4, 8, (1,)))
     handed = set[tuple[int, torch.dtype]]()
 
     def start_all_reduce(link: Link, share: Tensor) -> Pending:
@@ -43,7 +43,7 @@ def measured(cache: Path, comm_dtype: CommDtype | None) -> tuple[CostTable, set[
         return own(link, share)
 
     with mock.patch.object(Link, "start_all_reduce", start_all_reduce):
-        return profile(*what, comm_dtype=comm_dtype), handed
+        return profile(*what, Running(torch.device("cpu"), MIXED, comm_dtype=comm_dtype)), handed
 
 
 def both(cache: Path) -> list[tuple[CostTable, set[tuple[int, torch.dtype]]]]:
@@ -78,7 +78,7 @@ def test_bytes_that_are_sent(
     dtype: torch.dtype, mixed: bool, comm_dtype: CommDtype | None, sent: tuple[int, int]
 ) -> None:
     autocast: Any = MIXED if mixed else nullcontext
-    size = element_bytes(dtype, Workload(4, 8), torch.device("cpu"), autocast, comm_dtype)
+    size = element_bytes(dtype, Workload(4, 8), Running(torch.device("cpu"), autocast, comm_dtype=comm_dtype))
     assert (size.sent_partial, size.sent_gradient) == sent
     assert (size.forward, size.gradient) == (dtype.itemsize,) * 2
 
@@ -92,7 +92,7 @@ def test_a_plan_is_for_sums_as_they_will_be_sent(comm_dtype: CommDtype | None) -
     plugin = OasesPlugin(degree="auto", comm_dtype=comm_dtype, batch_size=4, sequence_length=8)
     with mock.patch.object(planning, "profile", side_effect=Asked) as asked, pytest.raises(Asked):
         plugin.install(Accelerator(cpu=True), tiny_llama())
-    assert asked.call_args.kwargs["comm_dtype"] == comm_dtype
+    assert asked.call_args.args[3].comm_dtype == comm_dtype
 
 
 def test_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
