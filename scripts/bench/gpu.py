@@ -10,9 +10,9 @@ of some. Megatron's and our schedule also with deferred weight gradients. Ratios
 What our schedule computes and what it sends is timed by itself, too: no schedule is faster than the longer of the two.
 Shapes are the paper's models as LLaMA layers of 12 hidden² parameters: hidden size, number of layers and batch are the
 paper's, sequences have 1024 tokens. ``layers`` are timed forward and backward; ``whole`` models through Trainer, with
-float32 weights and AdamW, to the optimizer's step, ours in a bare loop, too. A regime is a set of processes of its own,
-with NCCL_P2P_DISABLE=1 or without. Each contender is alone in memory; one that runs out of it, or fails, has a row that
-says so, and ranks are started anew for the rest.
+float32 weights and AdamW, to the optimizer's step, ours in a bare loop and with sums in bf16, too. A regime is a set of
+processes of its own, with NCCL_P2P_DISABLE=1 or without. Each contender is alone in memory; one that runs out of it, or
+fails, has a row that says so, and ranks are started anew for the rest.
 
 Other libraries' layers are Megatron-Core's (pip install megatron-core; without Transformer Engine) and DeepSpeed
 Domino's (pip install deepspeed), which recompute nothing. They are timed as layers alone, and where they can be
@@ -141,7 +141,7 @@ def jobs(options: argparse.Namespace, folder: Path) -> Iterator[tuple[Regime, Jo
     """One for every regime and part that any contender takes part in."""
     for regime in options.regimes:
         for part in options.parts:
-            if not (entered := list(entries(options.names, part))):
+            if not (entered := list(entries(options.names, part, regime.dtype))):
                 continue
             yield (
                 regime,

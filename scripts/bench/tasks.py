@@ -19,12 +19,17 @@ from scripts.bench.rows import Row, read_json, write_json
 
 Part = Literal["layers", "whole"]
 Recompute = Literal["full", "none", "auto"]
-Variant = Literal["", "computing only", "all-reduces only", "bare loop"]
+Variant = Literal["", "computing only", "all-reduces only", "bare loop", "bf16 sums"]
 PARTS: tuple[Part, ...] = ("layers", "whole")
 AUTO = "auto"
 OUT_OF_MEMORY = "out of memory"
 DEFERRED = ("megatron", "oases")
 BOUNDED = "oases"
+VARIANTS: dict[Part, tuple[Variant, ...]] = {
+    "layers": ("computing only", "all-reduces only"),
+    "whole": ("bare loop", "bf16 sums"),
+}
+"""Of our schedule, what else is timed."""
 NOT_IN_TRAINER = "megatron_5"
 NOT_INSTALLED = "is not installed"
 LAYERS_ONLY: dict[str, tuple[Recompute, ...]] = {"megatron-core": ("full", "none"), "domino": ("none",)}
@@ -76,7 +81,7 @@ class Entry:
         recompute: of every block; ``auto``, of our plan, by block.
         defer: weight gradients wait for the input gradient's all-reduce to start.
         variant: ``computing only`` or ``all-reduces only``, each without the other; ``bare loop``: a whole model
-            without Trainer.
+            without Trainer; ``bf16 sums``: what blocks send is rounded, where it is wider.
     """
 
     name: str
@@ -92,8 +97,9 @@ class Entry:
         return self.name + ", deferred" * self.defer + (f", {self.variant}" if self.variant else "")
 
 
-def entries(names: Sequence[str], part: Part) -> Iterator[Entry]:
+def entries(names: Sequence[str], part: Part, dtype: str) -> Iterator[Entry]:
     """The contenders of those names; those of one model follow each other."""
+    variants = [variant for variant in VARIANTS[part] if dtype == "bf16" or variant != "bf16 sums"]
     both: tuple[Recompute, ...] = ("full", "none")
     schedules = [name for name in names if name in (*SCHEDULE_NAMES, NOT_IN_TRAINER)]
     for recompute in both:
@@ -104,7 +110,7 @@ def entries(names: Sequence[str], part: Part) -> Iterator[Entry]:
                 yield Entry(name)
         yield from (Entry(name, recompute, defer=True) for name in schedules if name in DEFERRED)
         if BOUNDED in schedules:
-            yield from (Entry(BOUNDED, recompute, variant=variant) for variant in VARIANTS[part])
+            yield from (Entry(BOUNDED, recompute, variant=variant) for variant in variants)
     for name in (name for name in names if name not in schedules):
         recomputes = both if name not in LAYERS_ONLY else LAYERS_ONLY[name] if part == "layers" else ()
         yield from (Entry(name, recompute) for recompute in recomputes)
@@ -115,10 +121,6 @@ def entries(names: Sequence[str], part: Part) -> Iterator[Entry]:
 def broken(row: Row) -> bool:
     """Whether a contender failed for anything but memory, or a package that is not there."""
     return row.failure not in ("", OUT_OF_MEMORY) and NOT_INSTALLED not in row.failure
-
-
-VARIANTS: dict[Part, tuple[Variant, ...]] = {"layers": ("computing only", "all-reduces only"), "whole": ("bare loop",)}
-"""Of our schedule, by what it runs."""
 
 
 @dataclass(frozen=True)

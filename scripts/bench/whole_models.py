@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from oases_hf import OasesCallback, OasesConfig, OasesPlugin
+from oases_hf.config import CommDtype
 from oases_hf.errors import ConfigError
 from oases_hf.integrations.planning import SPARE
 from oases_hf.models.converted import converted
@@ -97,7 +98,7 @@ def row(job: Job, task: Task, world: World) -> Row:
         ConfigError: it does not go with these ranks.
         ArithmeticError: the first step's loss is not that of the other contenders.
     """
-    if task.entry.variant:
+    if task.entry.variant == "bare loop":
         return _bare_loop(job, task, world)
     AcceleratorState._reset_state()
     GradientState._reset_state()
@@ -187,7 +188,10 @@ def _config(job: Job, task: Task) -> OasesConfig:
     entry = task.entry
     if entry.name == AUTO:
         return OasesConfig(degree="auto", recompute=entry.recompute, memory_gib=job.memory_gib * SPARE)
-    return OasesConfig(schedule=entry.name, recompute=entry.recompute, defer_weight_grads=entry.defer)
+    comm_dtype: CommDtype | None = "bf16" if entry.variant == "bf16 sums" else None
+    return OasesConfig(
+        schedule=entry.name, recompute=entry.recompute, defer_weight_grads=entry.defer, comm_dtype=comm_dtype
+    )
 
 
 def _compare(job: Job, task: Task, loss: float) -> None:

@@ -156,7 +156,9 @@ def test_ratios_are_at_equal_recompute() -> None:
 
 
 def test_entries_of_one_model_follow_each_other() -> None:
-    named = [(entry.title, entry.recompute) for entry in entries(["megatron", "megatron_5", "hf", "auto"], "layers")]
+    named = [
+        (entry.title, entry.recompute) for entry in entries(["megatron", "megatron_5", "hf", "auto"], "layers", "bf16")
+    ]
     assert named == [
         ("megatron", "full"),
         ("megatron_5", "full"),
@@ -169,7 +171,9 @@ def test_entries_of_one_model_follow_each_other() -> None:
         ("auto", "none"),
         ("auto, by block", "auto"),
     ]
-    assert not any(entry.name == "megatron_5" for entry in entries(["megatron_5"], "whole"))
+    for dtype, variants in (("bf16", {"", "bare loop", "bf16 sums"}), ("fp32", {"", "bare loop"})):
+        assert {entry.variant for entry in entries(["oases"], "whole", dtype)} == variants
+    assert not any(entry.name == "megatron_5" for entry in entries(["megatron_5"], "whole", "bf16"))
 
 
 def test_shapes_are_the_papers() -> None:

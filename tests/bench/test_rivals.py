@@ -111,8 +111,8 @@ def test_shards_are_the_whole(ranks: int) -> None:
 
 def test_entries_are_of_layers_alone() -> None:
     names = ["megatron-core", "domino"]
-    assert list(entries(names, "layers")) == [Entry(names[0]), Entry(names[0], "none"), Entry(names[1], "none")]
-    assert not list(entries(names, "whole"))
+    assert list(entries(names, "layers", "bf16")) == [Entry(names[0]), Entry(names[0], "none"), Entry(names[1], "none")]
+    assert not list(entries(names, "whole", "bf16"))
 
 
 @pytest.mark.dist
