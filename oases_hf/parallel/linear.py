@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from .autograd import apply
+from .casts import stand_in
 from .link import Link, leave_block
 from .rng import seeded
 
@@ -57,6 +58,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: nn.Parameter,
+        cast: Tensor | None,
         bias: nn.Parameter | None,
         transposed: bool,
         put_off: PutOff | None,
@@ -64,13 +66,14 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        x, cast_weight = x.to(dtype), (weight.t() if transposed else weight).to(dtype)
-        ctx.save_for_backward(x, cast_weight)
+        x, used = x.to(dtype), (weight if cast is None else cast).to(dtype)
+        used = used.t() if transposed else used
+        ctx.save_for_backward(x, used)
         ctx.transposed, ctx.put_off = transposed, put_off
         ctx.add = partial(_add_weight_grad, weight, bias, transposed, x) if put_off is not None else None
         if unread:
-            return x.new_zeros(1).expand(*x.shape[:-1], cast_weight.shape[0])
-        return F.linear(x, cast_weight, None if bias is None else bias.to(dtype))
+            return x.new_zeros(1).expand(*x.shape[:-1], used.shape[0])
+        return F.linear(x, used, None if bias is None else bias.to(dtype))
 
     @staticmethod
     @once_differentiable
@@ -84,9 +87,9 @@ class _Linear(torch.autograd.Function):
             if ctx.needs_input_grad[1]:
                 of_weight = rows.t() @ x.flatten(0, -2)
                 of_weight = of_weight.t() if ctx.transposed else of_weight
-            if ctx.needs_input_grad[2]:
+            if ctx.needs_input_grad[3]:
                 of_bias = rows.sum(0)
-        return grad @ weight, of_weight, of_bias, None, None, None
+        return grad @ weight, of_weight, None, of_bias, None, None, None
 
 
 def hooked(parameter: nn.Parameter) -> bool:
@@ -109,9 +112,11 @@ class _Parallel(nn.Module):
             not weight.requires_grad or any(hooked(p) for p in (weight, bias) if p is not None)
         ):
             put_off = None
+        cast = None if self.link.casts is None else self.link.casts.of(weight)
         if torch.is_grad_enabled() and (put_off is not None or unread):
-            return apply(_Linear, x, weight, bias, self.transposed, put_off, unread)
-        return F.linear(x, weight.t() if self.transposed else weight, bias)
+            return apply(_Linear, x, weight, cast, bias, self.transposed, put_off, unread)
+        used = weight if cast is None else stand_in(weight, cast)
+        return F.linear(x, used.t() if self.transposed else used, bias)
 
 
 class ColumnParallel(_Parallel):

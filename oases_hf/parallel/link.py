@@ -17,6 +17,7 @@ from ..config import CommDtype
 from ..messages import message_elements
 from .actions import Outside, at_once
 from .autograd import apply
+from .casts import Casts
 from .mesh import Axis, Pending
 from .rng import DropoutSeeds, Seed, seed_of
 from .sharding import Span
@@ -55,6 +56,7 @@ class Link:
         captured: where row-parallel layers put their input instead of projecting it.
         put_off: where linear layers put the work of their weight gradients.
         unread: nobody reads what row-parallel layers return; they record it for backward only.
+        casts: makes the casts of weights that autocast would make at each call.
         seed: what dropout masks that all ranks have in common are drawn from; asked when one is.
         draws: how many of these there were.
         outside: does what is not computation.
@@ -69,6 +71,7 @@ class Link:
     captured: list[Captured] | None = None
     put_off: list[Callable[[], None]] | None = None
     unread: bool = False
+    casts: Casts | None = None
     seed: Callable[[], str] = str
     draws: int = 0
     outside: Outside = at_once
@@ -93,17 +96,18 @@ class Link:
         captured: list[Captured] | None = None,
         put_off: list[Callable[[], None]] | None = None,
         unread: bool = False,
+        casts: Casts | None = None,
         seed: Callable[[], str] = str,
         outside: Outside = at_once,
     ) -> Iterator[None]:
         """Let the executor own the collectives of the layers called inside; it draws masks from ``seed``."""
-        before = self.managed, self.captured, self.put_off, self.unread, self.seed, self.draws, self.outside
-        self.managed, self.captured, self.put_off, self.unread = True, captured, put_off, unread
+        before = vars(self).copy()
+        self.managed, self.captured, self.put_off, self.unread, self.casts = True, captured, put_off, unread, casts
         self.seed, self.draws, self.outside = seed, 0, outside
         try:
             yield
         finally:
-            self.managed, self.captured, self.put_off, self.unread, self.seed, self.draws, self.outside = before
+            vars(self).update(before)
 
     def next_seed(self) -> Seed:
         """The seed of the next mask; ranks that draw equally often get equal ones."""

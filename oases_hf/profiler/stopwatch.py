@@ -123,7 +123,7 @@ class PeakBytes:
     """The most that an instruction allocates beyond what was there before.
 
     Attributes:
-        bytes: by kind of instruction and block, of its last sub-batch.
+        bytes: by kind of instruction and block, of the sub-batch that needs most: the first casts weights for all.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -138,7 +138,8 @@ class PeakBytes:
             return
         with peak_bytes(self._device) as peak:
             yield
-        self.bytes[type(op), op.block] = peak()
+        key = type(op), op.block
+        self.bytes[key] = max(peak(), self.bytes.get(key, 0))
 
 
 @contextmanager

@@ -141,5 +141,5 @@ class Autocast:
         return cls(device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
 
     def again(self) -> torch.autocast:
-        """A context in which that state holds; casts of weights, of which each is used once, are not kept."""
+        """A context in which that state holds; casts that autocast makes, of which each is used once, are not kept."""
         return torch.autocast(self.device, self.dtype, self.enabled, cache_enabled=False)

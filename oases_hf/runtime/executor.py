@@ -6,6 +6,7 @@ keeps facts under. Shapes: B batch, S sequence, H hidden; b is the part of B tha
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..parallel.actions import Outside
+from ..parallel.casts import Casts
 from ..parallel.gradients import GradientSync
 from ..parallel.linear import Captured, PutOff
 from ..parallel.rng import Masks, seeded
@@ -94,6 +96,7 @@ class Run:
         self._put_off: dict[Key, PutOff] = {}
         self._grads: dict[int, Tensor] = {}
         self._arrived: dict[Collective, Tensor] = {}
+        self._casts: defaultdict[tuple[str, int], Casts] = defaultdict(Casts)  # by pass and block
 
     @property
     def kept_bytes(self) -> int:
@@ -123,6 +126,8 @@ class Run:
             try:
                 with self._watch(op):
                     self._step(op)
+                if op in self._ready.last:
+                    self._casts.pop(self._ready.last[op], None)
             except Exception as error:
                 name = self._blocks[min(block_of(op), len(self._blocks) - 1)].name  # behind the last, its output moves
                 error.add_note(f"{half} schedule, {to_text(op)} of {name}: {around(ops, position)}")
@@ -224,11 +229,13 @@ class Run:
         recompute = collective.tensor == "recomputed"
         # Of a recompute that is not sent, only the graph is of use: its last matmul is spared.
         unread = recompute and collective not in self._ready.sent
-        put_off = None if block.compiled and captured is not None else self._put_off.get(key)
+        compiled = block.compiled and captured is not None
+        put_off = None if compiled else self._put_off.get(key)
+        casts = None if compiled else self._casts[collective.tensor, collective.block]
         with ExitStack() as stack:
             link = block.link
             shared = self.masks.shared(*key, collective.piece, link.replica)
-            stack.enter_context(link.executing(captured, put_off, unread, shared, self._outside))
+            stack.enter_context(link.executing(captured, put_off, unread, casts, shared, self._outside))
             stack.enter_context(seeded(self.masks.own(*key, collective.piece), device, self._outside))
             if recompute:
                 stack.enter_context(self._autocast.again())

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 
 from .builders import kind
 from .check import check
-from .instructions import Backward, BackwardInput, Collective, Forward, Schedule, StartAsync
+from .instructions import (
+    Backward,
+    BackwardInput,
+    Collective,
+    Forward,
+    Instruction,
+    Project,
+    Recompute,
+    Schedule,
+    StartAsync,
+    Tensor,
+)
 from .passes import defer_weight_grads, keep_graphs, moves, reduce_grads, reshard, without_backward_below
 
 
@@ -46,6 +58,8 @@ class Ready:
         deferring: weight gradients are put off.
         kept_joins: the blocks and sub-batches behind which what a norm was of is kept: where it has a backward, and
             recompute does not make it again.
+        last: by the last instruction, of all sub-batches, that applies a block's weights in a pass: which tensor that
+            pass makes, and the block.
     """
 
     schedule: Schedule
@@ -54,6 +68,7 @@ class Ready:
     kept: frozenset[tuple[int, int]]
     deferring: bool
     kept_joins: frozenset[tuple[int, int]]
+    last: Mapping[Instruction, tuple[Tensor, int]]
 
     @classmethod
     def of(cls, schedule: Schedule, early: Schedule) -> Ready:
@@ -64,7 +79,22 @@ class Ready:
         backward = {(op.block, op.sub_batch) for op in every if isinstance(op, Backward | BackwardInput)}
         remade = {(c.block, c.sub_batch) for c in sent if c.tensor == "recomputed"}
         deferring = any(isinstance(op, BackwardInput) for op in every)
-        return cls(schedule, early, sent, kept, deferring, frozenset(backward - remade))
+        latest = {applied: op for op in every if (applied := _applied(op)) is not None}
+        last = {op: applied for applied, op in latest.items()}
+        return cls(schedule, early, sent, kept, deferring, frozenset(backward - remade), last)
+
+
+def _applied(op: Instruction) -> tuple[Tensor, int] | None:
+    """The tensor that an instruction applies weights for, and the block that they are of."""
+    match op:
+        case Forward(block):
+            return "output", block
+        case Recompute(block):
+            return "recomputed", block
+        case Project(collective):
+            return collective.tensor, collective.block
+        case _:
+            return None
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from oases_hf.costs import CostTable
 from oases_hf.plan import Recompute
 from oases_hf.planner import Memory, Problem, predict
 from oases_hf.profiler import Architecture, Estimate
+from oases_hf.profiler.layer import Autocast
 from oases_hf.profiler.stopwatch import KeptBytes, PeakBytes
 from oases_hf.schedule import Backward, Forward, Instruction
 from oases_hf.schedule import Recompute as Recomputing
@@ -45,21 +47,28 @@ class Counted:
     hiddens: int
 
 
-def counted(family: str, blocks: int, degree: int, recompute: Recompute, sub_batches: int) -> Counted:
+def counted(
+    family: str, blocks: int, degree: int, recompute: Recompute, sub_batches: int, autocast: Autocast = nullcontext
+) -> Counted:
     """On a rank: what a step of a converted model holds."""
     model = FAMILIES[family].model(dtype=torch.float32).train()
     size = torch.distributed.get_world_size()
     state = parallel(model, size, sub_batches=sub_batches, degrees=(degree,) * blocks, recompute=(recompute,) * blocks)
     batch = FAMILIES[family].batch(ROWS, SEQUENCE)
-    model(**batch).loss.backward()  # gradients are there from now on
+    with autocast():
+        loss = model(**batch).loss
+    loss.backward()  # gradients are there from now on
     kept, peak = Graphs(model.parameters()), PeakBytes(torch.device("cpu"))
     state.stack.watch = kept
-    loss = model(**batch).loss
+    with autocast():
+        loss = model(**batch).loss
     (run,) = state.stack._live
     hiddens = run.kept_bytes
     loss.backward()
     state.stack.watch = peak
-    model(**batch).loss.backward()
+    with autocast():
+        loss = model(**batch).loss
+    loss.backward()
     temporaries = {
         block: max(peak.bytes[Backward, block], peak.bytes.get((Recomputing, block), 0) - kept.bytes[block])
         for block in range(blocks)
@@ -67,9 +76,9 @@ def counted(family: str, blocks: int, degree: int, recompute: Recompute, sub_bat
     return Counted(sum(p.numel() for p in model.parameters()), dict(kept.bytes), temporaries, hiddens)
 
 
-def estimated(family: str, tmp_size: int, sub_batches: int) -> CostTable:
+def estimated(family: str, tmp_size: int, sub_batches: int, autocast: Autocast = nullcontext) -> CostTable:
     model = FAMILIES[family].model(dtype=torch.float32)
-    return Estimate(Architecture.of(model), tmp_size, SEQUENCE, 8, nullcontext).table(ROWS, sub_batches)
+    return Estimate(Architecture.of(model), tmp_size, SEQUENCE, 8, autocast).table(ROWS, sub_batches)
 
 
 def memory(table: CostTable, degree: int, recompute: Recompute, sub_batches: int) -> Memory:
@@ -106,3 +115,24 @@ def test_it_is_what_ranks_hold(ranks: Worlds, family: str, degree: int, recomput
         norms = sum(kind.norm_hiddens for kind in table.kinds) * LAYERS * hidden
         assert found[0].hiddens == norms
         assert said.saved == 2 * sum(found[0].graphs.values()) + norms
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_casts_of_weights_are_in_it(ranks: Worlds, family: str) -> None:
+    """Those that sub-batches share are made by the first; each of their graphs is taken to have some of its own."""
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+    table = estimated(family, 2, 2, autocast)
+    kinds = len(table.kinds)
+    found = ranks(2).run(counted, family, LAYERS * kinds, 2, "full", 2, autocast)
+    for block in range(LAYERS * kinds):
+        timing = table.timing(table.kinds[block % kinds], 2, 2)
+        assert timing.graph_bytes == max(rank.graphs[block] for rank in found)
+        assert timing.runtime_bytes >= max(rank.temporaries[block] for rank in found)
+
+
+def test_temporaries_are_of_the_sub_batch_that_needs_most() -> None:
+    peak = PeakBytes(torch.device("cpu"))
+    for k, size_bytes in enumerate((100, 40)):
+        with peak(Recomputing(0, k)):
+            torch.ones(size_bytes, dtype=torch.uint8)
+    assert peak.bytes == {(Recomputing, 0): 100}
