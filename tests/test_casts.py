@@ -281,7 +281,7 @@ def trained(record: bool, schedule: ScheduleName, recompute: Recompute, defer: b
     for seed in range(WARM + 3):
         model.zero_grad()
         state.gradients.reopen()
-        losses.append(step(model, seed, torch.autocast("cpu", torch.bfloat16)))
+        losses.append(step(model, seed))
         state.gradients.finish()
         optimizer.step()
     assert recorder.replays == (2 * 3 if record else 0)
@@ -290,7 +290,9 @@ def trained(record: bool, schedule: ScheduleName, recompute: Recompute, defer: b
 
 
 def as_without_recordings(schedule: ScheduleName, recompute: Recompute, defer: bool) -> None:
-    wanted, found = (trained(record, schedule, recompute, defer) for record in (False, True))
+    with each_call_casts():
+        wanted = trained(False, schedule, recompute, defer)
+    found = trained(True, schedule, recompute, defer)
     assert found[0] == wanted[0]
     assert_equal(found[1], wanted[1])
 
@@ -299,5 +301,5 @@ def as_without_recordings(schedule: ScheduleName, recompute: Recompute, defer: b
     ("schedule", "recompute", "defer"), covering(("oases", "cross_pass", "wang"), ("full", "none"), (False, True))
 )
 def test_recordings_cast_anew(ranks: Worlds, schedule: ScheduleName, recompute: Recompute, defer: bool) -> None:
-    """Of the weights as they are at each replay; to the last bit as without recordings."""
+    """Of the weights as they are at each replay; to the last bit as without recordings, where each call casts."""
     ranks(2).run(as_without_recordings, schedule, recompute, defer)
