@@ -11,8 +11,8 @@ from .options import above_zero, add_comm_dtype, add_model, count, new_file
 
 SUMMARY = "estimate the memory of a rank for every degree, without weights, ranks or GPUs"
 DESCRIPTION = """Estimate what a rank holds at its peak, for every degree and recompute choice of all blocks:
-parameters, gradients, optimizer state, activations kept for backward, temporaries (of a block or of the loss, whichever
-are more), and the states of embedding and head. One layer is run on tensors without data: it takes seconds.
+parameters, gradients, optimizer state, activations kept for backward, temporaries (of a block and of the loss, both at
+once, as with CUDA graphs), and the states of embedding and head. One layer is run on tensors without data, in seconds.
 With --cluster also what they take there, by data sheets. Exit code: 0 estimated, 2 wrong usage."""
 
 
