@@ -1,4 +1,6 @@
-"""Casts of weights under autocast: one for all sub-batches of a pass, gradients as if each had its own."""
+"""Casts under autocast: of a weight one for all sub-batches of a pass, of what layers share one for all of them;
+gradients as if each call had its own.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +35,8 @@ from .replaying import Recorder
 ROWS, SEQ, BLOCKS = 5, 8, 4
 LINEARS = {"llama": 7, "gpt2": 4}
 """Of a layer."""
+SHARING = {"llama": 3, "gpt2": 0}
+"""Of these, those that are given what another is given, too: keys, values, up."""
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Gradients = dict[str, Tensor]
 
@@ -46,19 +50,21 @@ def parallel_weights(model: nn.Module) -> list[nn.Parameter]:
 
 
 class Counted(TorchDispatchMode):
-    """Counts the casts of weights, whoever makes them."""
+    """Counts the casts of weights, and of whole hidden tensors, whoever makes them."""
 
-    def __init__(self, weights: list[nn.Parameter], dtype: torch.dtype) -> None:
+    def __init__(self, weights: list[nn.Parameter], dtype: torch.dtype, hidden: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._hidden, self.inputs = hidden, 0
         self._number = {weight.data_ptr(): number for number, weight in enumerate(weights)}
         self._dtype = dtype
         self.casts: Counter[int] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and result.dtype == self._dtype and args[0].dim() == 2:
+        if func is torch.ops.aten._to_copy.default and result.dtype == self._dtype:
             number = self._number.get(args[0].data_ptr())
             self.casts.update([] if number is None else [number])
+            self.inputs += result.dim() == 3 and result.shape[-1] == self._hidden
         return result
 
 
@@ -81,7 +87,7 @@ def gradients(model: nn.Module) -> Gradients:
 
 def each_call_casts() -> Any:
     """Layers that know no casts: autocast makes them one by one."""
-    return mock.patch.object(Casts, "of", return_value=None)
+    return mock.patch.multiple(Casts, of=lambda casts, weight: None, of_input=lambda casts, x: x)
 
 
 def assert_equal(found: Gradients, wanted: Gradients) -> None:
@@ -94,22 +100,22 @@ SETTINGS = covering(list(LINEARS), SCHEDULE_NAMES, (1, 2, 3), ("full", "none"), 
 
 def casts_of_a_step(
     family: str, schedule: ScheduleName, sub_batches: int, recompute: Recompute, defer: bool, dtype: torch.dtype
-) -> tuple[int, Counter[int]]:
-    """On a rank: how many parallel linears there are, and how many of them were cast how often.
+) -> tuple[int, Counter[int], int]:
+    """On a rank: how many parallel linears there are, how many were cast how often, and how many fewer hiddens.
 
     Compares gradients, to the last bit, with those of a step each of whose calls casts for itself.
     """
     model = model_of(family)
     parallel(model, 2, schedule, sub_batches, recompute=(recompute,) * BLOCKS, defer_weight_grads=defer)
-    with each_call_casts():
+    weights, hidden = parallel_weights(model), model.config.hidden_size
+    with each_call_casts(), Counted(weights, dtype, hidden) as each_call:
         loss = step(model, context=autocast(dtype))
     wanted = gradients(model)
     model.zero_grad()
-    weights = parallel_weights(model)
-    with Counted(weights, dtype) as counted:
+    with Counted(weights, dtype, hidden) as counted:
         assert step(model, context=autocast(dtype)) == loss
     assert_equal(gradients(model), wanted)
-    return len(weights), Counter(counted.casts.values())
+    return len(weights), Counter(counted.casts.values()), each_call.inputs - counted.inputs
 
 
 @pytest.mark.parametrize(("family", "schedule", "sub_batches", "recompute", "defer", "half"), SETTINGS)
@@ -124,8 +130,9 @@ def test_once_per_pass(
 ) -> None:
     linears = LINEARS[family] * 2
     passes = 2 if recompute == "full" else 1
+    hiddens = SHARING[family] * 2 * passes * sub_batches
     for found in ranks(2).run(casts_of_a_step, family, schedule, sub_batches, recompute, defer, HALF[half]):
-        assert found == (linears, Counter({passes: linears}))
+        assert found == (linears, Counter({passes: linears}), hiddens)
 
 
 def tie(model: Any) -> None:
@@ -186,6 +193,25 @@ def test_what_autocast_leaves_as_it_is(dtype: torch.dtype) -> None:
         assert made is not None
         assert made is casts.of(weight)
         assert (made.dtype, made.requires_grad) == (torch.bfloat16, False)
+
+
+def test_layers_that_are_given_the_same_share_its_cast() -> None:
+    casts, x = Casts(), torch.ones(2, 2, requires_grad=True)
+    assert casts.of_input(x) is x, "no autocast"
+    with autocast():
+        one, two = casts.of_input(x), casts.of_input(x)
+        assert one.dtype == torch.bfloat16
+        assert one.data_ptr() == two.data_ptr()
+        assert casts.of_input(x.detach()).data_ptr() != one.data_ptr()
+        again = casts.of_input(x)
+        with torch.no_grad():
+            x.add_(1)
+        assert casts.of_input(x).tolist() == [[2.0, 2.0]] * 2, "it changed in place"
+        casts.forget_input()
+        assert casts.of_input(half := x.bfloat16()) is half
+    (one + 2 * two + 4 * again).sum().backward()
+    assert x.grad is not None
+    assert (x.grad.dtype, x.grad.tolist()) == (torch.float32, [[7.0, 7.0]] * 2)
 
 
 @contextmanager

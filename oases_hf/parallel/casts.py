@@ -1,8 +1,10 @@
-"""Casts of weights to the type that autocast computes in."""
+"""Casts to the type that autocast computes in, of weights and of what they are applied to."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ class Casts:
 
     def __init__(self) -> None:
         self._made: dict[tuple[nn.Parameter, torch.dtype], Tensor] = {}
+        self._input: _Input | None = None
 
     def of(self, weight: nn.Parameter) -> Tensor | None:
         """The cast of ``weight``, which is in no graph; None where autocast would not make any."""
@@ -26,13 +29,35 @@ class Casts:
             self._made[key] = weight.detach().to(key[1])
         return self._made[key]
 
+    def of_input(self, x: Tensor) -> Tensor:
+        """``x`` as autocast would make it for a linear layer: one cast for layers that are given it in turn."""
+        device = x.device.type
+        if x.dtype != torch.float32 or not torch.is_autocast_enabled(device):
+            return x
+        if self._input is None or self._input.of() is not x or self._input.version != x._version:
+            self._input = _Input(ref(x), x._version, x.detach().to(torch.get_autocast_dtype(device)))
+        return stand_in(x, self._input.cast)
+
+    def forget_input(self) -> None:
+        """Hold no cast of what layers are applied to."""
+        self._input = None
+
+
+@dataclass(frozen=True)
+class _Input:
+    """What layers were applied to last, as it was then, and its cast."""
+
+    of: ref[Tensor]
+    version: int
+    cast: Tensor
+
 
 class _StandIn(torch.autograd.Function):
-    """A cast in place of its weight; each call converts its own gradient, so that sums are in the weight's type."""
+    """A cast in place of what it is of; each call converts its own gradient, so that sums are in that one's type."""
 
     @staticmethod
-    def forward(ctx: Any, weight: nn.Parameter, cast: Tensor) -> Tensor:
-        ctx.dtype = weight.dtype
+    def forward(ctx: Any, of: Tensor, cast: Tensor) -> Tensor:
+        ctx.dtype = of.dtype
         return cast.view_as(cast)
 
     @staticmethod
@@ -40,6 +65,6 @@ class _StandIn(torch.autograd.Function):
         return grads[0].to(ctx.dtype), None
 
 
-def stand_in(weight: nn.Parameter, cast: Tensor) -> Tensor:
-    """``cast``, whose gradient is that of ``weight``."""
-    return apply(_StandIn, weight, cast)
+def stand_in(of: Tensor, cast: Tensor) -> Tensor:
+    """``cast``, whose gradient is that of what it is ``of``."""
+    return apply(_StandIn, of, cast)

@@ -112,7 +112,9 @@ class _Parallel(nn.Module):
             not weight.requires_grad or any(hooked(p) for p in (weight, bias) if p is not None)
         ):
             put_off = None
-        cast = None if self.link.casts is None else self.link.casts.of(weight)
+        cast, casts = None, self.link.casts
+        if casts is not None:
+            x, cast = casts.of_input(x), casts.of(weight)
         if torch.is_grad_enabled() and (put_off is not None or unread):
             return apply(_Linear, x, weight, cast, bias, self.transposed, put_off, unread)
         used = weight if cast is None else stand_in(weight, cast)

@@ -56,7 +56,7 @@ class Link:
         captured: where row-parallel layers put their input instead of projecting it.
         put_off: where linear layers put the work of their weight gradients.
         unread: nobody reads what row-parallel layers return; they record it for backward only.
-        casts: makes the casts of weights that autocast would make at each call.
+        casts: makes the casts that autocast would make at each call.
         seed: what dropout masks that all ranks have in common are drawn from; asked when one is.
         draws: how many of these there were.
         outside: does what is not computation.
@@ -108,6 +108,8 @@ class Link:
             yield
         finally:
             vars(self).update(before)
+            if casts is not None:
+                casts.forget_input()
 
     def next_seed(self) -> Seed:
         """The seed of the next mask; ranks that draw equally often get equal ones."""

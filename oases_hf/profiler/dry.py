@@ -15,6 +15,7 @@ from ..convert import block_parameters, stack_of
 from ..models import Block, family_of
 from ..models.family import Row
 from ..models.shard import Placement, Sharder, check_layer, shard_layer
+from ..parallel.casts import Casts
 from ..parallel.link import Link
 from ..parallel.mesh import Axis
 from ..parallel.sharding import Layout
@@ -103,10 +104,16 @@ class DryLayer:
             grad = torch.zeros_like(leaf)
             leaf.requires_grad_()
             ready = self._ready(block, context)
-            with autocast(), self._link.executing(unread=True), kept(Recompute(i, 0)), peak(Recompute(i, 0)):
+            with (
+                autocast(),
+                self._link.executing(unread=True, casts=Casts()),
+                kept(Recompute(i, 0)),
+                peak(Recompute(i, 0)),
+            ):
                 share = ready.partial(leaf, 0)
             with autocast(), peak(Backward(i, 0)):
-                through = ready.norm_grad(leaf, grad) if ready.norm else grad
+                of = leaf if ready.norm_of_sum else share.detach()
+                through = ready.norm_grad(of, grad) if ready.norm else grad
                 torch.autograd.backward(share, through.to(share.dtype))
             graph = kept.bytes[i]
             made = max(peak.bytes[Backward, i], peak.bytes[Recompute, i] - graph)

@@ -117,8 +117,8 @@ def test_it_is_what_ranks_hold(ranks: Worlds, family: str, degree: int, recomput
         assert said.saved == 2 * sum(found[0].graphs.values()) + norms
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_casts_of_weights_are_in_it(ranks: Worlds, family: str) -> None:
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "gemma2"])
+def test_casts_are_in_it(ranks: Worlds, family: str) -> None:
     """Those that sub-batches share are made by the first; each of their graphs is taken to have some of its own."""
     autocast = partial(torch.autocast, "cpu", torch.bfloat16)
     table = estimated(family, 2, 2, autocast)
