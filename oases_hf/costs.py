@@ -67,6 +67,7 @@ class Timing:
         graph_bytes: what autograd keeps between forward and backward, the block's input included.
         runtime_bytes: the peak of temporaries beside that, in forward or backward.
         spread: relative spread of the measurements (interquartile range over median).
+        shared_bytes: of ``graph_bytes``, what other sub-batches keep the very same of, such as casts of weights.
     """
 
     forward_ms: float
@@ -76,6 +77,11 @@ class Timing:
     graph_bytes: int
     runtime_bytes: int
     spread: float = 0.0
+    shared_bytes: int = 0
+
+    def graphs_bytes(self, sub_batches: int) -> int:
+        """What the graphs of so many sub-batches keep together."""
+        return sub_batches * (self.graph_bytes - self.shared_bytes) + self.shared_bytes
 
     def scaled(self, factor: float) -> Timing:
         """That of ``factor`` times as many rows."""
@@ -85,7 +91,7 @@ class Timing:
             recompute_ms=factor * self.recompute_ms,
             backward_ms=factor * self.backward_ms,
             weight_ms=factor * self.weight_ms,
-            graph_bytes=round(factor * self.graph_bytes),
+            graph_bytes=round(factor * (self.graph_bytes - self.shared_bytes)) + self.shared_bytes,
             runtime_bytes=round(factor * self.runtime_bytes),
         )
 

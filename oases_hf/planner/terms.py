@@ -120,9 +120,9 @@ class Terms:
         buffers = 5 if self.mode.shard_optimizer == "reduce" else 3
         full = choice.recompute == "full"
         hidden_bytes = elements * size.forward
-        saved_bytes = kind.saved_hiddens * hidden_bytes
+        saved_bytes = sub_batches * kind.saved_hiddens * hidden_bytes
         if not full:
-            saved_bytes = timing.graph_bytes + kind.norm_hiddens * hidden_bytes
+            saved_bytes = timing.graphs_bytes(sub_batches) + sub_batches * kind.norm_hiddens * hidden_bytes
         return BlockTerms(
             degree=degree,
             forward_ms=timing.forward_ms,
@@ -136,7 +136,7 @@ class Terms:
             gradient_bytes=gradients * size.parameter_gradient,
             optimizer_bytes=stepped * size.optimizer_state,
             sync_bytes=self._sync_bytes(owned, holders),
-            saved_bytes=sub_batches * saved_bytes,
+            saved_bytes=saved_bytes,
             runtime_bytes=timing.runtime_bytes
             + (timing.graph_bytes if full else 0)
             + sub_batches * elements * size.gradient

@@ -36,10 +36,17 @@ COUNTED = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attentio
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one block: what its graph keeps, and the most temporaries beside that, in recompute or backward."""
+    """Bytes of one block.
+
+    Attributes:
+        graph: what its graph keeps.
+        temporary: the most beside that, in recompute or backward.
+        shared: of ``graph``, what that of another sub-batch keeps the very same of.
+    """
 
     graph: int
     temporary: int
+    shared: int
 
 
 @dataclass(frozen=True)
@@ -101,23 +108,21 @@ class DryLayer:
         for i, block in enumerate(self._family.blocks):
             kept, peak = KeptBytes(self._model.parameters()), PeakBytes(device)
             leaf = torch.zeros(rows, sequence, self._model.config.hidden_size, dtype=self._model.dtype)
-            grad = torch.zeros_like(leaf)
+            grad, other = torch.zeros_like(leaf), torch.zeros_like(leaf).requires_grad_()
             leaf.requires_grad_()
-            ready = self._ready(block, context)
-            with (
-                autocast(),
-                self._link.executing(unread=True, casts=Casts()),
-                kept(Recompute(i, 0)),
-                peak(Recompute(i, 0)),
-            ):
-                share = ready.partial(leaf, 0)
+            ready, casts = self._ready(block, context), Casts()
+            with autocast(), self._link.executing(unread=True, casts=casts):
+                with kept(Recompute(i, 0)), peak(Recompute(i, 0)):
+                    share = ready.partial(leaf, 0)
+                with kept(Recompute(i, 1)):
+                    ready.partial(other, 1)
             with autocast(), peak(Backward(i, 0)):
                 of = leaf if ready.norm_of_sum else share.detach()
                 through = ready.norm_grad(of, grad) if ready.norm else grad
                 torch.autograd.backward(share, through.to(share.dtype))
             graph = kept.bytes[i]
             made = max(peak.bytes[Backward, i], peak.bytes[Recompute, i] - graph)
-            found.append(Held(graph, max(0, made)))
+            found.append(Held(graph, max(0, made), kept.shared[i]))
         return tuple(found)
 
     def operations(self, sequence: int, autocast: Autocast) -> tuple[Operations, ...]:

@@ -92,7 +92,9 @@ class Estimate:
                 parameters[degree], rank = self._fullest(i, degree)
                 unowned[degree] = max(self._layer(degree, 0).unowned(i, each) for each in range(degree))
                 held = self._held(degree, rank, -(-most // (self._tmp_size // degree)))[i]
-                timings[degree] = {sub_batches: Timing(0.0, 0.0, 0.0, 0.0, held.graph, held.temporary)}
+                shared = held.shared if sub_batches > 1 else 0
+                timing = Timing(0.0, 0.0, 0.0, 0.0, held.graph, held.temporary, shared_bytes=shared)
+                timings[degree] = {sub_batches: timing}
             kinds.append(kind_costs(block, parameters, timings, unowned))
         return CostTable(
             fingerprint={"model": described(config), "layers": str(config.num_hidden_layers)},

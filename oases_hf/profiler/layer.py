@@ -151,7 +151,8 @@ class LayerProfile:
         for block in blocks:
             graph = kept.bytes[block]
             temporary = max(peak.bytes[Backward, block], peak.bytes[Recompute, block] - graph)
-            graph, temporary = map(int, self.link.slowest([graph, max(0, temporary)]))
+            shared = kept.shared[block]
+            graph, temporary, shared = map(int, self.link.slowest([graph, max(0, temporary), shared]))
             # Whoever is last is waited for, every time: not the slowest rank counts, but who is slowest each time.
             forward, recompute, backward, weight = (
                 self.link.slowest(times)
@@ -171,6 +172,7 @@ class LayerProfile:
                     graph,
                     temporary,
                     _spread(forward),
+                    shared,
                 )
             )
         return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -18,6 +18,8 @@ from ..runtime.watch import Clock, Watch
 from ..schedule import Backward, Forward, Instruction, Recompute, StartAsync, Sync, block_of
 
 Key = tuple[type[Instruction], int]
+View = tuple[int, int, int]
+"""A storage, where in it, and how many elements."""
 Timed = tuple[type[Instruction], int, str]
 
 
@@ -92,11 +94,14 @@ class KeptBytes:
 
     Attributes:
         bytes: by block, of its last sub-batch.
+        shared: of these, what the graph of its first one keeps the very same of; 0 where that is the last.
     """
 
     def __init__(self, parameters: Iterator[Tensor]) -> None:
         self._held = {_storage(p) for p in parameters}
+        self._first: dict[int, dict[View, Tensor]] = {}
         self.bytes: dict[int, int] = {}
+        self.shared: dict[int, int] = {}
 
     @contextmanager
     def __call__(self, op: Instruction) -> Iterator[None]:
@@ -104,19 +109,29 @@ class KeptBytes:
         if not isinstance(op, Recompute):
             yield
             return
-        views: dict[int, dict[tuple[int, int], int]] = defaultdict(dict)
-        whole: dict[int, int] = {}
+        seen: dict[View, Tensor] = {}
 
         def pack(tensor: Tensor) -> Tensor:
             if (storage := _storage(tensor)) not in self._held:
-                views[storage][int(tensor.storage_offset()), tensor.numel()] = tensor.nbytes
-                whole[storage] = tensor.untyped_storage().nbytes()
+                seen[storage, int(tensor.storage_offset()), tensor.numel()] = tensor.detach()
             return tensor
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
-        # Of a storage that sub-batches share, as of the stack's input, each counts what it sees.
-        self.bytes[op.block] = sum(min(whole[storage], sum(seen.values())) for storage, seen in views.items())
+        first = seen if op.sub_batch == 0 else self._first[op.block]
+        self._first[op.block] = first  # held, so that no other storage gets its identity
+        self.bytes[op.block] = _bytes(seen)
+        self.shared[op.block] = 0 if first is seen else _bytes({view: seen[view] for view in seen.keys() & first})
+
+
+def _bytes(views: Mapping[View, Tensor]) -> int:
+    """What views take together; of a storage that sub-batches share, as of the stack's input, what is seen of it."""
+    seen: Counter[int] = Counter()
+    whole: dict[int, int] = {}
+    for (storage, *_), tensor in views.items():
+        seen[storage] += tensor.nbytes
+        whole[storage] = tensor.untyped_storage().nbytes()
+    return sum(min(size, seen[storage]) for storage, size in whole.items())
 
 
 class PeakBytes:

@@ -53,6 +53,7 @@ def random_timing(draw: random.Random, degree: int, sub_batches: int) -> Timing:
         weight_ms=forward,
         graph_bytes=draw.randrange(10_000, 40_000) // sub_batches,
         runtime_bytes=draw.randrange(5_000, 20_000) // sub_batches,
+        shared_bytes=5_000 // sub_batches,
     )
 
 

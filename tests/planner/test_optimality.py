@@ -138,7 +138,7 @@ def test_more_memory_is_never_slower(seed: int) -> None:
     times = [
         solve(replace(problem, memory_limit_gib=limit / GIB), gap=0.0).prediction.step_ms for limit in np.ceil(limits)
     ]
-    assert times == sorted(times, reverse=True)
+    assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(times))
 
 
 def test_what_nothing_fits_into_says_by_how_much_and_what_helps() -> None:

@@ -106,6 +106,20 @@ def test_equation_6(recompute: tuple[Recompute, ...], mode: ShardOptimizer, expe
     assert memory.total == sum(expected)
 
 
+def test_what_graphs_share_counts_once() -> None:
+    costs = by_hand(2)
+    (kind,) = costs.kinds
+    timings = {
+        degree: {k: replace(timing, shared_bytes=30) for k, timing in row.items()}
+        for degree, row in kind.timings.items()
+    }
+    shared = replace(costs, kinds=(replace(kind, timings=timings),))
+    saved = {k: [predict(Problem(c, 1, 1), (2,), ("none",), k).memory.saved for c in (costs, shared)] for k in (1, 4)}
+    assert saved == {1: [100, 100], 4: [400, 4 * 70 + 30]}
+    full = [predict(Problem(c, 1, 1), (2,), ("full",), 4).memory for c in (costs, shared)]
+    assert full[0] == full[1], "the graph of one sub-batch has all of it"
+
+
 def test_the_parts_of_a_prediction_add_up() -> None:
     step = predict(Problem(by_hand(4), 4, 1, accumulation=3), (4, 2, 2, 1), ("full", "none", "full", "none"), 2)
     blocks_ms = sum(block.compute_ms + block.exposed_ms for block in step.blocks)

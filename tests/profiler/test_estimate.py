@@ -39,10 +39,13 @@ class Graphs(KeptBytes):
 
 @dataclass(frozen=True)
 class Counted:
-    """On one rank: elements in all; bytes of each block's graph and temporaries; bytes of all hidden tensors kept."""
+    """On one rank: elements in all; bytes of each block's graph, of these those that sub-batches share, and of its
+    temporaries; bytes of all hidden tensors kept.
+    """
 
     parameters: int
     graphs: dict[int, int]
+    shared: dict[int, int]
     temporaries: dict[int, int]
     hiddens: int
 
@@ -73,7 +76,9 @@ def counted(
         block: max(peak.bytes[Backward, block], peak.bytes.get((Recomputing, block), 0) - kept.bytes[block])
         for block in range(blocks)
     }
-    return Counted(sum(p.numel() for p in model.parameters()), dict(kept.bytes), temporaries, hiddens)
+    return Counted(
+        sum(p.numel() for p in model.parameters()), dict(kept.bytes), dict(kept.shared), temporaries, hiddens
+    )
 
 
 def estimated(family: str, tmp_size: int, sub_batches: int, autocast: Autocast = nullcontext) -> CostTable:
@@ -109,17 +114,18 @@ def test_it_is_what_ranks_hold(ranks: Worlds, family: str, degree: int, recomput
     for block in range(kinds if family in MIXED else LAYERS * kinds):
         timing = table.timing(table.kinds[block % kinds], degree, 2)
         assert timing.graph_bytes == max(rank.graphs[block] for rank in found)
+        assert timing.shared_bytes == max(rank.shared[block] for rank in found)
         if recompute == "full":
             assert timing.runtime_bytes == max(rank.temporaries[block] for rank in found)
     if recompute == "none" and family not in MIXED:
         norms = sum(kind.norm_hiddens for kind in table.kinds) * LAYERS * hidden
         assert found[0].hiddens == norms
-        assert said.saved == 2 * sum(found[0].graphs.values()) + norms
+        assert said.saved == 2 * sum(found[0].graphs.values()) - sum(found[0].shared.values()) + norms
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "gemma2"])
 def test_casts_are_in_it(ranks: Worlds, family: str) -> None:
-    """Those that sub-batches share are made by the first; each of their graphs is taken to have some of its own."""
+    """Of weights, the first sub-batch makes them, and all of their graphs have the same."""
     autocast = partial(torch.autocast, "cpu", torch.bfloat16)
     table = estimated(family, 2, 2, autocast)
     kinds = len(table.kinds)
@@ -127,6 +133,8 @@ def test_casts_are_in_it(ranks: Worlds, family: str) -> None:
     for block in range(LAYERS * kinds):
         timing = table.timing(table.kinds[block % kinds], 2, 2)
         assert timing.graph_bytes == max(rank.graphs[block] for rank in found)
+        assert timing.shared_bytes == max(rank.shared[block] for rank in found)
+        assert timing.shared_bytes > table.parameters(table.kinds[block % kinds], 2), "two bytes for most of them"
         assert timing.runtime_bytes >= max(rank.temporaries[block] for rank in found)
 
 
