@@ -51,10 +51,9 @@ class BlockCosts:
     saved_bytes: int  # of one sub-batch, when its input is kept
     norm_bytes: int  # of one sub-batch, beside its graph
 
-    def kept_bytes(self, sub_batch: int) -> int:
-        """Of a sub-batch whose graph is kept; the first one has what all share."""
-        shared = self.timing.shared_bytes if sub_batch else 0
-        return self.timing.graph_bytes - shared + self.norm_bytes
+    def kept_bytes(self, *, shared: bool) -> int:
+        """Of a sub-batch whose graph is kept, with what it shares or without."""
+        return self.timing.graph_bytes - (0 if shared else self.timing.shared_bytes) + self.norm_bytes
 
 
 class Costs:
@@ -95,7 +94,7 @@ class Costs:
         match op:
             case Forward(block, k, pieces, keep):
                 of = self.blocks[block]
-                kept = {"input": of.saved_bytes, "graph": of.kept_bytes(k), "nothing": 0}[keep]
+                kept = {"input": of.saved_bytes, "graph": of.kept_bytes(shared=k == 0), "nothing": 0}[keep]
                 # In pieces, the last matmul is left to what projects them: recompute is without it too.
                 ms = of.timing.forward_ms if pieces == 1 else of.timing.recompute_ms
                 return Cost(ms, kept, of.timing.runtime_bytes)
@@ -129,7 +128,7 @@ class Costs:
         """What the backward of a block lets go."""
         of = self.blocks[block]
         if block in self._graphs_kept:
-            return of.kept_bytes(k)
+            return of.kept_bytes(shared=k == self.terms.mode.sub_batches - 1)
         return of.timing.graph_bytes + (of.saved_bytes if (block, k) in self.ready.kept else of.hidden_bytes)
 
     def _comm_ms(self, collective: Collective) -> float:
