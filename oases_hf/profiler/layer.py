@@ -139,7 +139,7 @@ class LayerProfile:
 
     def _timings(self, blocks: range, outside: list[float]) -> list[Timing]:
         watch = Stopwatch(self._device)
-        self._steps(watch, outside)
+        steps = self._steps(watch, outside)
         deferred = Stopwatch(self._device)
         self.state.stack.defer = True
         self._steps(deferred, [])
@@ -163,6 +163,7 @@ class LayerProfile:
                     deferred.together(block, (BackwardWeight, "")) or [0.0],
                 )
             )
+            forward, recompute = (_means(times, steps) for times in (forward, recompute))
             found.append(
                 Timing(
                     statistics.median(forward),
@@ -177,8 +178,8 @@ class LayerProfile:
             )
         return found
 
-    def _steps(self, watch: Stopwatch, outside: list[float]) -> None:
-        """Time a few steps, after two that are not, of which the first may compile.
+    def _steps(self, watch: Stopwatch, outside: list[float]) -> int:
+        """Time a few steps, after two that are not, of which the first may compile; returns how many.
 
         What is not the blocks' goes to ``outside``.
         """
@@ -190,7 +191,8 @@ class LayerProfile:
         watch.read()
         watch.times.clear()
         deadline = time.monotonic() + BUDGET_S
-        for done in range(10):
+        done = 0
+        while done < 10:
             (late,) = self.link.slowest([float(time.monotonic() > deadline)])
             if late and done >= 3:
                 break
@@ -199,6 +201,8 @@ class LayerProfile:
             self._step(lead)
             whole = self._clock.ms(start, self._clock.now())
             outside.append(whole - watch.read() - lead.read())
+            done += 1
+        return done
 
     def _step(self, watch: Watch = unwatched) -> None:
         self.state.stack.watch = watch
@@ -223,6 +227,12 @@ class LayerProfile:
             times.append(self._clock.ms(start, self._clock.now()))
         elements = sum(p.numel() for p in parameters)
         return self.link.slowest([statistics.median(times) / elements * 1e6])[0]
+
+
+def _means(times: Sequence[float], steps: int) -> list[float]:
+    """Of the sub-batches of each step: the first of them casts weights for all."""
+    size = len(times) // steps
+    return [statistics.fmean(times[start : start + size]) for start in range(0, len(times), size)]
 
 
 def _spread(times: Sequence[float]) -> float:
