@@ -43,12 +43,14 @@ class Measured:
 
     Attributes:
         ms: of an optimizer step.
-        waiting_ms: of that, what the executor spends to hand collectives over, and waits for them; on CPUs only, on
+        steps_ms: of each.
+        waiting_ms: of a step, what the executor spends to hand collectives over, and waits for them; on CPUs only, on
             GPUs the host does not wait.
         peak_bytes: that the fullest rank held in these steps, as :func:`held_bytes` counts; 0 on CPUs.
     """
 
     ms: float
+    steps_ms: tuple[float, ...]
     waiting_ms: float
     peak_bytes: int
 
@@ -162,8 +164,8 @@ def measure(options: argparse.Namespace, plugin: OasesPlugin, memory_gib: float 
                 start, waited = time.perf_counter(), waiting.ms
                 step(options.accumulation)
                 times.append(((time.perf_counter() - start) * 1e3, waiting.ms - waited))
-    medians = [statistics.median(each) for each in zip(*times, strict=True)]
-    slowest = torch.tensor([*medians, peak_bytes()], dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    ms, waiting_ms, peak = slowest.tolist()
-    return Measured(ms, waiting_ms, int(peak))
+    steps_ms, waiting_ms = zip(*times, strict=True)
+    most = torch.tensor([*steps_ms, statistics.median(waiting_ms), peak_bytes()], dtype=torch.float64, device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    *slowest_ms, waited_ms, peak = most.tolist()
+    return Measured(statistics.median(slowest_ms), tuple(slowest_ms), waited_ms, int(peak))

@@ -7,6 +7,7 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import asdict, fields
 from types import SimpleNamespace
@@ -35,7 +36,7 @@ from scripts.bench.contenders import loaded_in_parallel
 from scripts.bench.llama import build
 from scripts.bench.rows import Recomputed, Row, in_a_word
 from scripts.bench.tasks import AUTO, Job, Task
-from scripts.bench.timing import World, memory_limit
+from scripts.bench.timing import World, held_bytes, memory_limit
 from scripts.bench.training import measure
 
 WARM_UP = WARM + 2
@@ -55,11 +56,11 @@ class Steps(TrainerCallback):
     """Times optimizer steps within a memory limit, and keeps the losses that are logged.
 
     Attributes:
-        peak_bytes: that torch held of this GPU in any step; None on CPUs.
+        peak_bytes: that was held in the steps behind those that warm up, as :func:`held_bytes` counts; 0 on CPUs.
     """
 
     def __init__(self, world: World, memory_gib: float) -> None:
-        self.peak_bytes: int | None = None
+        self.peak_bytes: Callable[[], int] = int
         self.ms: list[float] = []
         self.losses: list[float] = []
         self._world = world
@@ -70,20 +71,18 @@ class Steps(TrainerCallback):
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Limit memory from here on: whole models were there before."""
         self._limited.enter_context(memory_limit(self._world.device, self._memory_gib))
-        if self._world.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """No limit any more."""
         self._limited.close()
-        if self._world.device.type == "cuda":
-            self.peak_bytes = torch.cuda.max_memory_reserved()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Wait for the device; what Trainer does between two steps counts to the second."""
         self._world.synchronize()
         before, self._last = self._last, time.perf_counter()
         self.ms.append((self._last - before) * 1e3)
+        if len(self.ms) == WARM_UP:
+            self.peak_bytes = self._limited.enter_context(held_bytes(self._world.device))
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Keep the loss of a step; the last log has none."""
@@ -108,22 +107,21 @@ def row(job: Job, task: Task, world: World) -> Row:
         made.train()
     if world.rank == 0:
         _compare(job, task, steps.losses[0])
-    ranks = world.gather((steps.peak_bytes, steps.ms[WARM_UP:]))
+    ranks = world.gather((steps.peak_bytes(), steps.ms[WARM_UP:]))
     ms = tuple(max(times) for times in zip(*(times for _, times in ranks), strict=True))
     what, recompute = _described(made, task)
-    peaks = [each for each, _ in ranks if each is not None]
     return Row(
         task.entry.name,
         what,
         statistics.median(ms),
-        peak_memory_bytes=max(peaks, default=None),
+        peak_memory_bytes=max(peak for peak, _ in ranks) or None,
         rounds_ms=ms,
         recompute=recompute,
     )
 
 
 def _bare_loop(job: Job, task: Task, world: World) -> Row:
-    """Train by our schedule through Accelerate alone."""
+    """Train by our schedule through Accelerate alone; unlike Trainer, that clips no gradients."""
     shape, entry = task.shape, task.entry
     options = SimpleNamespace(
         **asdict(shape),
@@ -142,7 +140,7 @@ def _bare_loop(job: Job, task: Task, world: World) -> Row:
         "Accelerate alone",
         found.ms,
         peak_memory_bytes=found.peak_bytes or None,
-        rounds_ms=(found.ms,),
+        rounds_ms=found.steps_ms,
         recompute="full" if entry.recompute == "full" else "none",
     )
 

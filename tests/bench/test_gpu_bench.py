@@ -63,7 +63,7 @@ def test_layers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.dist
 def test_whole_models(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "rows.json"
-    few = ["--rounds=1", "--regimes=no-p2p-fp32", "--parts=whole", "--names=megatron,oases,hf,fsdp,auto"]
+    few = ["--rounds=2", "--regimes=no-p2p-fp32", "--parts=whole", "--names=megatron,oases,hf,fsdp,auto"]
     code = main([*TINY, *few, f"--json={file}"])
     out, err = capfd.readouterr()
     rows = read_json(file)
@@ -78,7 +78,7 @@ def test_whole_models(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None
         "Trainer has no FSDP2 on CPUs",
     }
     assert code == FAIL
-    assert all(row.ms and len(row.rounds_ms) == 1 for row in rows if not row.failure)
+    assert all(row.ms and len(row.rounds_ms) == 2 for row in rows if not row.failure)
     assert sum(not row.failure for row in rows) == 13
     assert (
         len(re.findall(r"^oases, recompute \w+: through Trainer \d\.\d\d x the speed of a bare loop$", out, re.M)) == 2
