@@ -114,7 +114,7 @@ class Estimate:
         )
 
     def on(self, cluster: ClusterSpec, rows: int, sub_batches: Sequence[int], dtype: str) -> CostTable:
-        """What a micro-batch of ``rows`` costs on a cluster, in any of some numbers of sub-batches.
+        """What recordings of ``rows`` cost on the GPUs of a cluster, in any of some numbers of sub-batches.
 
         Args:
             cluster: with at least so many GPUs as there are ranks.
@@ -133,7 +133,7 @@ class Estimate:
                 for degree, row in other.kinds[i].timings.items():
                     timings[degree] |= row
             kinds.append(replace(kind, timings=timings))
-        return cluster.timed(replace(first, kinds=tuple(kinds)), self.work(dtype))
+        return cluster.timed(replace(first, kinds=tuple(kinds), recorded=True), self.work(dtype))
 
     def work(self, dtype: str) -> Work:
         """What the blocks compute; ``dtype`` is what a :class:`ClusterSpec` calls the type that they compute in."""

@@ -13,6 +13,8 @@ import torch
 from oases_hf import cli
 from oases_hf.commands.estimated import DryRun
 from oases_hf.costs import CostTable, ElementBytes
+from oases_hf.planner import Problem
+from oases_hf.planner.prediction import predict_uniform
 from oases_hf.planner.problem import GIB
 from oases_hf.profiler import Architecture, Estimate
 
@@ -64,6 +66,16 @@ def test_the_largest_batch_that_fits(config: Path, capsys: pytest.CaptureFixture
 def test_nothing_fits(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["estimate", "--config", str(config), *GPT2, "--memory-gib", "1e-6"]) == 0
     assert {line.split()[-1] for line in capsys.readouterr().out.splitlines()[4:]} == {"0"}
+
+
+def test_a_plan_by_the_cost_table_takes_what_was_printed(config: Path, tmp_path: Path) -> None:
+    out, model = tmp_path / "costs.json", Architecture.of(FAMILIES["gpt2"].model(dtype=torch.float32))
+    asked = ["estimate", "--config", str(config), *GPT2, "--dtype", "float32", "--cluster", "rtx3090x4"]
+    assert cli.main([*asked, "--out", str(out)]) == 0
+    dry = DryRun(Estimate(model, 2, 16, 8, nullcontext), 2, 2)
+    problem = Problem(CostTable.load(out), 2, 1.0)
+    for choice in dry.choices():
+        assert predict_uniform(problem, choice, 2).memory.total == dry.figures(choice, 4)[-1]
 
 
 def test_a_cost_table_of_rounded_sums(config: Path, tmp_path: Path) -> None:
