@@ -59,8 +59,7 @@ class CudaRecorder:
             except BaseException:
                 self._abandon(sound)
                 raise
-            finally:
-                self._stream.synchronize()  # each beginning sets what random numbers are seeded with, as replays do
+        self._stream.synchronize()  # each beginning set what random numbers are seeded with, as replays do
         return result, self._steps
 
     def outside(self, action: Callable[..., None], *tensors: Tensor) -> None:
