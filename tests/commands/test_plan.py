@@ -40,7 +40,7 @@ last all-reduces of each direction                                  1\.0
 optimizer                                                           3\.7
 embedding, head and loss                                            4\.6         0\.0
 temporaries, at the peak                                                        0\.0
-step                                                              118\.4         0\.5
+step                                                              118\.4         0\.4
 
 Blocks in order: 12 × degree 4 \(recompute none\); 4 sub-batches, shard_optimizer off\.
 A step takes 118\.4 ms: .*
