@@ -132,7 +132,7 @@ def many_shapes(name: str, wanted: list[tuple[Batch, Expected]]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "bert"])
+@pytest.mark.parametrize("name", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
 def test_shapes_that_change(ranks: Worlds, name: str) -> None:
     """Rows and lengths, and whether there is padding, without which attention is of another kind, and has no mask."""
     paddings: tuple[Padding, ...] = ("right", "none")

@@ -58,7 +58,9 @@ def check_every_schedule(tmp_size: int) -> int:
     return compared
 
 
-@pytest.mark.parametrize(("world", "tmp_size"), [(1, 1), (2, 2), (3, 3), (4, 4), (2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("world", "tmp_size"), [(1, 1), (2, 2), pytest.param(3, 3, marks=pytest.mark.slow), (4, 4), (2, 1), (4, 2)]
+)
 def test_gradients_of_every_schedule_and_split(ranks: Worlds, world: int, tmp_size: int) -> None:
     compared = ranks(world).run(check_every_schedule, tmp_size, timeout_s=240)
     assert compared == [2 * 5 * 2 * 4] * world

@@ -115,6 +115,12 @@ def check_every_schedule(degrees: tuple[int, ...]) -> int:
     return compared
 
 
-@pytest.mark.parametrize("degrees", DEGREES.values(), ids=DEGREES)
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        pytest.param(degrees, id=name, marks=[] if name in ("mixed", "replicas") else pytest.mark.slow)
+        for name, degrees in DEGREES.items()
+    ],
+)
 def test_a_step_is_that_of_one_process(ranks: Worlds, degrees: tuple[int, ...]) -> None:
     assert ranks(4).run(check_every_schedule, degrees) == [len(SCHEDULE_NAMES) * 2 * 2] * 4

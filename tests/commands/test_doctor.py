@@ -136,6 +136,7 @@ def test_a_wrong_sum(examine_with: Examine, capfd: pytest.CaptureFixture[str]) -
     assert "wrong: all-reduce of 2 ranks: not the sum on rank 1, with messages of 1024 KiB; fix: " in said
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_rank_that_dies(examine_with: Examine, capfd: pytest.CaptureFixture[str]) -> None:
     assert examine_with(DIES) == 3

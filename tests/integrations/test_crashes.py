@@ -142,8 +142,12 @@ with mock.patch.object(place, name, kill):
 
 @pytest.mark.parametrize(
     ("victim", "module", "name", "step"),
-    [(0, "files", "add", 1), (1, "files", "add", 1), (0, "manifest", "write", 1), (0, "state", "_publish", 2)],
-    ids=["its file, rank 0", "its file, rank 1", "the manifest", "the name"],
+    [
+        pytest.param(0, "files", "add", 1, id="its file, rank 0", marks=pytest.mark.slow),
+        pytest.param(1, "files", "add", 1, id="its file, rank 1"),
+        pytest.param(0, "manifest", "write", 1, id="the manifest", marks=pytest.mark.slow),
+        pytest.param(0, "state", "_publish", 2, id="the name"),
+    ],
 )
 def test_a_rank_that_is_killed_before_it_writes(
     ranks: Worlds, tmp_path: Path, victim: int, module: str, name: str, step: int

@@ -136,7 +136,7 @@ def test_all_ranks_end_when_one_raises(tmp_path: Path) -> None:
     assert "in on_step_begin" in done[1].stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_a_signal_saves_and_ends(ranks: Worlds, tmp_path: Path, number: signal.Signals) -> None:
     """To one rank, in the midst of a step; and training goes on from there as if nothing had been."""
     out = tmp_path / "out"
