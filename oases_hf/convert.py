@@ -158,8 +158,9 @@ def _placements(
     of_degree = {}
     for degree in sorted(set(plan.degrees)):
         replicas, replica = mesh.tmp.size // degree, mesh.tmp.rank // degree
-        link = Link(mesh.axis(degree), replicas, replica, message_bytes=plan.message_bytes)
-        link.comm_dtype = comm_dtype if degree > 1 else None  # nothing is sent: nothing is rounded
+        rounded = comm_dtype if degree > 1 else None  # where nothing is sent, nothing is
+        axis = mesh.axis(degree)
+        link = Link(axis, replicas, replica, message_bytes=plan.message_bytes, comm_dtype=rounded)
         of_degree[degree] = Placement(link, [family.units(model.config, degree, rank) for rank in range(degree)])
     return tuple(of_degree[degree] for degree in plan.degrees)
 

@@ -79,9 +79,14 @@ class Timing:
     spread: float = 0.0
     shared_bytes: int = 0
 
+    @property
+    def own_bytes(self) -> int:
+        """Of ``graph_bytes``, what is of one sub-batch alone."""
+        return self.graph_bytes - self.shared_bytes
+
     def graphs_bytes(self, sub_batches: int) -> int:
         """What the graphs of so many sub-batches keep together."""
-        return sub_batches * (self.graph_bytes - self.shared_bytes) + self.shared_bytes
+        return sub_batches * self.own_bytes + self.shared_bytes
 
     def scaled(self, factor: float) -> Timing:
         """That of ``factor`` times as many rows."""
@@ -91,7 +96,7 @@ class Timing:
             recompute_ms=factor * self.recompute_ms,
             backward_ms=factor * self.backward_ms,
             weight_ms=factor * self.weight_ms,
-            graph_bytes=round(factor * (self.graph_bytes - self.shared_bytes)) + self.shared_bytes,
+            graph_bytes=round(factor * self.own_bytes) + self.shared_bytes,
             runtime_bytes=round(factor * self.runtime_bytes),
         )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
@@ -110,8 +109,7 @@ class DryRun:
 
     def _problem(self, rows: int) -> Problem:
         sub_batches = min(self._sub_batches, rows)
-        costs = replace(self._estimate.table(rows, sub_batches), recorded=True)  # as GPUs run it
-        return Problem(costs, self.layers, math.inf, sub_batches=(sub_batches,))
+        return Problem(self._estimate.table(rows, sub_batches), self.layers, math.inf, sub_batches=(sub_batches,))
 
     def _memory(self, choice: Choice, rows: int) -> Memory:
         problem = self._problem(rows)

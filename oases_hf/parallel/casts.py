@@ -13,29 +13,26 @@ from .autograd import apply
 
 
 class Casts:
-    """Casts that several calls of layers share, as long as weights stay as they are; made when first asked for."""
+    """Casts that several calls of layers share, in one block and pass; made when first asked for."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[nn.Parameter, torch.dtype], Tensor] = {}
+        self._made: dict[nn.Parameter, Tensor] = {}
         self._input: _Input | None = None
 
     def of(self, weight: nn.Parameter) -> Tensor | None:
         """The cast of ``weight``, which is in no graph; None where autocast would not make any."""
-        device = weight.device.type
-        if weight.dtype != torch.float32 or not torch.is_autocast_enabled(device):
-            return None
-        key = weight, torch.get_autocast_dtype(device)
-        if key not in self._made:
-            self._made[key] = weight.detach().to(key[1])
-        return self._made[key]
+        dtype = _narrower(weight)
+        if dtype is not None and weight not in self._made:
+            self._made[weight] = weight.detach().to(dtype)
+        return None if dtype is None else self._made[weight]
 
     def of_input(self, x: Tensor) -> Tensor:
         """``x`` as autocast would make it for a linear layer: one cast for layers that are given it in turn."""
-        device = x.device.type
-        if x.dtype != torch.float32 or not torch.is_autocast_enabled(device):
+        dtype = _narrower(x)
+        if dtype is None:
             return x
         if self._input is None or self._input.of() is not x or self._input.version != x._version:
-            self._input = _Input(ref(x), x._version, x.detach().to(torch.get_autocast_dtype(device)))
+            self._input = _Input(ref(x), x._version, x.detach().to(dtype))
         return stand_in(x, self._input.cast)
 
     def forget_input(self) -> None:
@@ -50,6 +47,13 @@ class _Input:
     of: ref[Tensor]
     version: int
     cast: Tensor
+
+
+def _narrower(tensor: Tensor) -> torch.dtype | None:
+    """The type that autocast would cast float32 to for a linear layer; None where it would not, or for other types."""
+    device = tensor.device.type
+    cast = tensor.dtype == torch.float32 and torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if cast else None
 
 
 class _StandIn(torch.autograd.Function):

@@ -78,7 +78,7 @@ class Estimate:
         self.degrees = feasible_degrees(config, self._family, tmp_size)
 
     def table(self, rows: int, sub_batches: int) -> CostTable:
-        """What a micro-batch of ``rows``, in so many sub-batches, costs; all times are 0."""
+        """What a micro-batch of ``rows``, in so many sub-batches, costs where it is recorded; all times are 0."""
         config, dtype = self._model.config, self._model.dtype
         workload = Workload(rows, self._sequence, (sub_batches,), self._optimizer_state)
         most = -(-rows // sub_batches)
@@ -111,10 +111,11 @@ class Estimate:
             slowdown=Slowdown(),
             outside=outside,
             optimizer_ms=0.0,
+            recorded=True,
         )
 
     def on(self, cluster: ClusterSpec, rows: int, sub_batches: Sequence[int], dtype: str) -> CostTable:
-        """What recordings of ``rows`` cost on the GPUs of a cluster, in any of some numbers of sub-batches.
+        """What a micro-batch of ``rows`` costs on a cluster, in any of some numbers of sub-batches.
 
         Args:
             cluster: with at least so many GPUs as there are ranks.
@@ -133,7 +134,7 @@ class Estimate:
                 for degree, row in other.kinds[i].timings.items():
                     timings[degree] |= row
             kinds.append(replace(kind, timings=timings))
-        return cluster.timed(replace(first, kinds=tuple(kinds), recorded=True), self.work(dtype))
+        return cluster.timed(replace(first, kinds=tuple(kinds)), self.work(dtype))
 
     def work(self, dtype: str) -> Work:
         """What the blocks compute; ``dtype`` is what a :class:`ClusterSpec` calls the type that they compute in."""

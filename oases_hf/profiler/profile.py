@@ -160,10 +160,8 @@ def _measure(
     one = model.of_one_layer()
     found: dict[int, DegreeProfile] = {}
     slowdown = Slowdown()
-    shape, compiling = (
-        (workload.rows, workload.sequence),
-        ", compiling for each number of sub-batches" * running.compile,
-    )
+    shape = (workload.rows, workload.sequence)
+    compiling = ", compiling for each number of sub-batches" * running.compile
     for i, degree in enumerate(degrees):
         say(f"costs: degree {degree} ({i + 1} of {len(degrees)}){compiling}")
         layer = LayerProfile(copy.deepcopy(one), mesh, degree, shape, running)

@@ -53,7 +53,7 @@ class BlockCosts:
 
     def kept_bytes(self, *, shared: bool) -> int:
         """Of a sub-batch whose graph is kept, with what it shares or without."""
-        return self.timing.graph_bytes - (0 if shared else self.timing.shared_bytes) + self.norm_bytes
+        return (self.timing.graph_bytes if shared else self.timing.own_bytes) + self.norm_bytes
 
 
 class Costs:

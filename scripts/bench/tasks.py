@@ -112,8 +112,8 @@ def entries(names: Sequence[str], part: Part, dtype: str) -> Iterator[Entry]:
         if BOUNDED in schedules:
             yield from (Entry(BOUNDED, recompute, variant=variant) for variant in variants)
     for name in (name for name in names if name not in schedules):
-        recomputes = both if name not in LAYERS_ONLY else LAYERS_ONLY[name] if part == "layers" else ()
-        yield from (Entry(name, recompute) for recompute in recomputes)
+        if part == "layers" or name not in LAYERS_ONLY:
+            yield from (Entry(name, recompute) for recompute in LAYERS_ONLY.get(name, both))
         if name == AUTO:
             yield Entry(name, "auto")
 

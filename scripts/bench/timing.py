@@ -131,8 +131,8 @@ def release(device: torch.device) -> None:
 def held_bytes(device: torch.device) -> Iterator[Callable[[], int]]:
     """Count the most bytes that torch's tensors took of a GPU inside; call the result behind it. 0 on CPUs.
 
-    The pools of recordings count whole: replays allocate nothing, and nothing else is put there. Recording is for
-    before, when it counts its memory as allocated.
+    The pools of recordings count whole: replays allocate nothing, and nothing else is put there. Nothing may be
+    recorded inside: while that is done, memory of its pool counts as allocated, too.
     """
     if device.type != "cuda":
         yield lambda: 0

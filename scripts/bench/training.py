@@ -100,10 +100,15 @@ class _Timed:
             return self.work.wait()
 
 
-def accelerator_of(options: argparse.Namespace) -> Accelerator:
-    """Anew, for a model in the precision of ``options``."""
+def begin_anew() -> None:
+    """Let accelerate forget what it was used for in this process."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
+
+
+def accelerator_of(options: argparse.Namespace) -> Accelerator:
+    """Anew, for a model in the precision of ``options``."""
+    begin_anew()
     return Accelerator(mixed_precision=options.mixed_precision)
 
 

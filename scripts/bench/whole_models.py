@@ -10,12 +10,10 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import asdict, fields
-from types import SimpleNamespace
 from typing import Any, cast
 from unittest import mock
 
 import torch
-from accelerate.state import AcceleratorState, GradientState
 from transformers import (
     LlamaForCausalLM,
     PreTrainedModel,
@@ -37,7 +35,7 @@ from scripts.bench.llama import build
 from scripts.bench.rows import Recomputed, Row, in_a_word
 from scripts.bench.tasks import AUTO, Job, Task
 from scripts.bench.timing import World, held_bytes, memory_limit
-from scripts.bench.training import measure
+from scripts.bench.training import begin_anew, measure
 
 WARM_UP = WARM + 2
 """Steps before those that are timed; the optimizer's state is made in the first, recordings in a later one."""
@@ -99,8 +97,7 @@ def row(job: Job, task: Task, world: World) -> Row:
     """
     if task.entry.variant == "bare loop":
         return _bare_loop(job, task, world)
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
+    begin_anew()
     steps = Steps(world, job.memory_gib)
     with redirect_stdout(sys.stderr), mock.patch.dict(os.environ):  # accelerate leaves there that FSDP is used
         made = _trainer(job, task, world, steps)
@@ -123,7 +120,7 @@ def row(job: Job, task: Task, world: World) -> Row:
 def _bare_loop(job: Job, task: Task, world: World) -> Row:
     """Train by our schedule through Accelerate alone; unlike Trainer, that clips no gradients."""
     shape, entry = task.shape, task.entry
-    options = SimpleNamespace(
+    options = argparse.Namespace(
         **asdict(shape),
         seq=job.seq,
         vocab=job.vocab,
@@ -134,7 +131,7 @@ def _bare_loop(job: Job, task: Task, world: World) -> Row:
     )
     plugin = OasesPlugin(schedule=entry.name, recompute=entry.recompute)
     with redirect_stdout(sys.stderr):
-        found = measure(cast(argparse.Namespace, options), plugin, job.memory_gib)
+        found = measure(options, plugin, job.memory_gib)
     return Row(
         entry.name,
         "Accelerate alone",

@@ -32,7 +32,7 @@ def measured(cache: Path) -> list[dict[int, Timing]]:
 
     def of(casts: Casts, weight: nn.Parameter) -> Tensor | None:
         nonlocal made
-        made += (weight, torch.bfloat16) not in casts._made
+        made += weight not in casts._made
         return own(casts, weight)
 
     def ms(clock: Clock, start: int, end: int) -> float:

@@ -9,21 +9,19 @@ from unittest import mock
 
 import pytest
 import torch
-from accelerate import Accelerator
 
-from oases_hf import OasesPlugin, cli
+from oases_hf import OasesPlugin
 from oases_hf.costs import CostTable, Slowdown
-from oases_hf.integrations import planning
 from oases_hf.parallel.mesh import Mesh
 from oases_hf.profiler import Architecture, Running, Workload, profile
 from oases_hf.profiler.layer import LayerProfile
 
-from ..command_line import as_rank
 from ..families import FAMILIES
 from ..integrations.test_planned import in_a_hurry
 from ..ranks import Worlds
 from ..test_compiled import VARIANTS, compiling, graphs, kinds
 from ..tiny import tiny_llama
+from .asking import asked_for, profiled
 
 DEGREES, NUMBERS = (1, 2), (1, 2, 3)
 ROWS = 12  # sub-batches of one row would be compiled for anyway: torch takes 1 for a size that never changes
@@ -104,10 +102,6 @@ def test_what_cannot_be_compiled_is_measured_as_it_runs(ranks: Worlds, tmp_path:
         assert repeated[0].startswith("costs: as measured before")
 
 
-class Asked(Exception):
-    """In place of a profile."""
-
-
 @pytest.mark.parametrize("hooks", [False, True])
 @pytest.mark.parametrize("compile", [False, True])
 def test_a_plan_is_for_blocks_as_they_will_run(compile: bool, hooks: bool) -> None:
@@ -115,19 +109,12 @@ def test_a_plan_is_for_blocks_as_they_will_run(compile: bool, hooks: bool) -> No
     if hooks:
         model.model.layers[1].mlp.gate_proj.register_forward_hook(lambda *_: None)
     plugin = OasesPlugin(degree="auto", compile=compile, batch_size=4, sequence_length=8)
-    with mock.patch.object(planning, "profile", side_effect=Asked) as asked, pytest.raises(Asked):
-        plugin.install(Accelerator(cpu=True), model)
-    assert asked.call_args.args[3].compile is (compile and not hooks)
+    assert asked_for(plugin, model).compile is (compile and not hooks)
 
 
 def test_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    FAMILIES["gpt2"].model().save_pretrained(tmp_path / "gpt2")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    as_rank(monkeypatch, 0, 1)
-    costs = tmp_path / "costs.json"
-    asked = ["profile", str(tmp_path / "gpt2"), "--tmp-size", "1", "--batch", "2", "--seq", "8", "--device", "cpu"]
     with compiling():
-        assert cli.main([*asked, "--sub-batches", "1", "--compile", "--out", str(costs)]) == 0
+        costs = profiled(tmp_path, monkeypatch, "--compile")
         assert graphs() == VARIANTS * kinds("gpt2")
     assert "batch 2 × 8 tokens, float32 on cpu, compile=True" in capsys.readouterr().out
-    assert CostTable.load(costs).fingerprint["blocks"] == "compiled"
+    assert costs.fingerprint["blocks"] == "compiled"

@@ -10,23 +10,20 @@ from unittest import mock
 
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
-from oases_hf import OasesPlugin, cli
+from oases_hf import OasesPlugin
 from oases_hf.config import CommDtype
 from oases_hf.costs import CostTable, ElementBytes
-from oases_hf.integrations import planning
 from oases_hf.parallel.link import Link
 from oases_hf.parallel.mesh import Mesh, Pending
 from oases_hf.profiler import Architecture, Running, Workload, profile
 from oases_hf.profiler.profile import element_bytes
 
-from ..command_line import as_rank
-from ..families import FAMILIES
 from ..integrations.test_planned import in_a_hurry
 from ..ranks import Worlds
 from ..tiny import tiny_llama
+from .asking import asked_for, profiled
 
 MIXED = partial(torch.autocast, "cpu", torch.bfloat16)
 
@@ -83,24 +80,13 @@ def test_bytes_that_are_sent(
     assert (size.forward, size.gradient) == (dtype.itemsize,) * 2
 
 
-class Asked(Exception):
-    """In place of a profile."""
-
-
 @pytest.mark.parametrize("comm_dtype", [None, "bf16"])
 def test_a_plan_is_for_sums_as_they_will_be_sent(comm_dtype: CommDtype | None) -> None:
     plugin = OasesPlugin(degree="auto", comm_dtype=comm_dtype, batch_size=4, sequence_length=8)
-    with mock.patch.object(planning, "profile", side_effect=Asked) as asked, pytest.raises(Asked):
-        plugin.install(Accelerator(cpu=True), tiny_llama())
-    assert asked.call_args.args[3].comm_dtype == comm_dtype
+    assert asked_for(plugin, tiny_llama()).comm_dtype == comm_dtype
 
 
 def test_the_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    FAMILIES["gpt2"].model().save_pretrained(tmp_path / "gpt2")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    as_rank(monkeypatch, 0, 1)
-    costs = tmp_path / "costs.json"
-    asked = ["profile", str(tmp_path / "gpt2"), "--tmp-size", "1", "--batch", "2", "--seq", "8", "--device", "cpu"]
-    assert cli.main([*asked, "--sub-batches", "1", "--comm-dtype", "bf16", "--out", str(costs)]) == 0
+    costs = profiled(tmp_path, monkeypatch, "--comm-dtype", "bf16")
     assert "batch 2 × 8 tokens, float32 on cpu, comm_dtype=bf16" in capsys.readouterr().out
-    assert CostTable.load(costs).element_bytes.comm == 2
+    assert costs.element_bytes.comm == 2
