@@ -37,6 +37,10 @@ def test_a_step_leaves_no_tensors_behind(ranks: Worlds, defer: bool) -> None:
     assert counts[1:] == [counts[1]] * 3
 
 
+_ATEN = torch.ops.aten
+PRODUCTS = (_ATEN.mm.default, _ATEN.addmm.default, _ATEN.addmm_.default, _ATEN.bmm.default)
+
+
 class Matmuls(TorchDispatchMode):
     """Counts the floating-point operations of matrix products."""
 
@@ -46,7 +50,7 @@ class Matmuls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default):
+        if func in PRODUCTS:
             self.count += 2 * result.numel() * args[-2].shape[-1]
         return result
 

@@ -1,7 +1,7 @@
 """What a model family declares: how its layers are cut into blocks, and its weights over ranks.
 
 A family is a table; :mod:`oases_hf.convert` and :mod:`oases_hf.runtime` do the work. The math stays
-HF's: a block calls the layer's own modules.
+HF's: a block calls the layer's own modules. Of RMSNorms alone, torch's kernel takes the place.
 """
 
 from __future__ import annotations
@@ -129,6 +129,7 @@ class Family:
         own_dropouts: paths in the layer of the dropouts on what ranks split, whose masks must differ;
             all other dropouts of a model are on what ranks have in common.
         positional: names of the layer's arguments that the loop passes by position.
+        rms_norms: blocks' entries are RMSNorms that compute as :class:`~oases_hf.parallel.layers.FusedRMSNorm`.
         refuse: why a config cannot be served although its model_type is; None when it can.
     """
 
@@ -142,6 +143,7 @@ class Family:
     attention_dropout: str = "attention_dropout"
     own_dropouts: tuple[str, ...] = ()
     positional: tuple[str, ...] = ()
+    rms_norms: bool = False
     refuse: Callable[[PretrainedConfig], str | None] = lambda config: None
 
 

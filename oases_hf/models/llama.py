@@ -101,6 +101,7 @@ LLAMA = Family(
     localize=_localize,
     per_sample=_PER_SAMPLE,
     cache=_CACHE,
+    rms_norms=True,
 )
 
 GEMMA = Family(
@@ -133,4 +134,5 @@ PHI3 = Family(
     localize=_localize_packed,
     per_sample=_PER_SAMPLE,
     cache=_CACHE,
+    rms_norms=True,
 )

@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import UnsupportedModelError
-from ..parallel.layers import BlockEntry, JoinNorm, adopt
+from ..parallel.layers import BlockEntry, FusedRMSNorm, JoinNorm, adopt
 from ..parallel.linear import ColumnParallel, RowParallel
 from ..parallel.link import Link
 from ..parallel.sharding import Layout, Slice, Span
@@ -98,8 +98,10 @@ def shard_layer(layer: nn.Module, family: Family, placements: Sequence[Placement
     for block, placement in zip(family.blocks, placements, strict=True):
         for path, split in block.linears.items():
             _shard_linear(layer.get_submodule(path), split, placement, sharder)
-        for entry in block.entries:
-            adopt(layer.get_submodule(entry), BlockEntry, link=placement.link)
+        for entry in map(layer.get_submodule, block.entries):
+            if family.rms_norms:
+                adopt(entry, FusedRMSNorm)
+            adopt(entry, BlockEntry, link=placement.link)
         if block.join:
             adopt(layer.get_submodule(block.join.norm), JoinNorm, link=placement.link)
         own |= {unit: placement.own[unit] for split in block.linears.values() for unit in split.units}

@@ -1,4 +1,4 @@
-"""Linear layers that hold some of their features, and may put their weight gradients off.
+"""Linear layers that hold some of their features, and may add to their weights' gradients later.
 
 They serve ``nn.Linear``, whose weight is ``[out, in]``, and GPT-2's ``Conv1D``, whose weight is ``[in, out]``.
 Shapes: B batch, S sequence, H hidden, ``x_…`` this rank's share of a dimension.
@@ -6,7 +6,6 @@ Shapes: B batch, S sequence, H hidden, ``x_…`` this rank's share of a dimensio
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,10 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from .autograd import apply
 from .casts import stand_in
-from .link import Link, leave_block
+from .link import Later, Link, leave_block
 from .rng import seeded
-
-PutOff = list[Callable[[], None]]
 
 
 @dataclass
@@ -51,7 +48,7 @@ def _add_weight_grad(
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer that does not compute an output nobody reads, or puts its weight gradient off."""
+    """A linear layer that does not compute an output nobody reads, and adds to its weight's gradient in one kernel."""
 
     @staticmethod
     def forward(
@@ -61,7 +58,7 @@ class _Linear(torch.autograd.Function):
         cast: Tensor | None,
         bias: nn.Parameter | None,
         transposed: bool,
-        put_off: PutOff | None,
+        later: Later | None,
         unread: bool,
     ) -> Tensor:
         device = x.device.type
@@ -69,8 +66,8 @@ class _Linear(torch.autograd.Function):
         x, used = x.to(dtype), (weight if cast is None else cast).to(dtype)
         used = used.t() if transposed else used
         ctx.save_for_backward(x, used)
-        ctx.transposed, ctx.put_off = transposed, put_off
-        ctx.add = partial(_add_weight_grad, weight, bias, transposed, x) if put_off is not None else None
+        ctx.transposed, ctx.later = transposed, later
+        ctx.add = None if later is None else partial(_add_weight_grad, weight, bias, transposed)
         if unread:
             return x.new_zeros(1).expand(*x.shape[:-1], used.shape[0])
         return F.linear(x, used, None if bias is None else bias.to(dtype))
@@ -81,7 +78,7 @@ class _Linear(torch.autograd.Function):
         (grad,), (x, weight) = grads, ctx.saved_tensors
         of_weight = of_bias = None
         if ctx.add is not None:
-            ctx.put_off.append(partial(ctx.add, grad))
+            ctx.later(partial(ctx.add, x, grad))
         else:
             rows = grad.flatten(0, -2)
             if ctx.needs_input_grad[1]:
@@ -106,17 +103,15 @@ class _Parallel(nn.Module):
     transposed: bool
 
     def apply_to(self, x: Tensor, bias: nn.Parameter | None, unread: bool = False) -> Tensor:
-        """The layer on ``x``, its weight gradient put off when the link asks for that; a stand-in if ``unread``."""
-        weight, put_off = self.weight, self.link.put_off
-        if put_off is not None and (
-            not weight.requires_grad or any(hooked(p) for p in (weight, bias) if p is not None)
-        ):
-            put_off = None
+        """The layer on ``x``, whose weight gradient the link has added, or put off; a stand-in if ``unread``."""
+        weight, later = self.weight, self.link.later
+        if not weight.requires_grad or any(hooked(p) for p in (weight, bias) if p is not None):
+            later = None
         cast, casts = None, self.link.casts
         if casts is not None:
             x, cast = casts.of_input(x), casts.of(weight)
-        if torch.is_grad_enabled() and (put_off is not None or unread):
-            return apply(_Linear, x, weight, cast, bias, self.transposed, put_off, unread)
+        if torch.is_grad_enabled() and (later is not None or unread):
+            return apply(_Linear, x, weight, cast, bias, self.transposed, later, unread)
         used = weight if cast is None else stand_in(weight, cast)
         return F.linear(x, used.t() if self.transposed else used, bias)
 

@@ -25,6 +25,9 @@ from .sharding import Span
 if TYPE_CHECKING:
     from .linear import Captured
 
+Later = Callable[[Callable[[], None]], None]
+"""Called in backward with what adds to the gradient of a weight, to do it at once or to keep it."""
+
 COMM_DTYPES: Mapping[CommDtype | None, torch.dtype | None] = {None: None, "bf16": torch.bfloat16}
 """What settings call the types in which all-reduces of blocks are sent."""
 
@@ -54,7 +57,7 @@ class Link:
         replica: which of them this is.
         managed: the executor owns the collectives.
         captured: where row-parallel layers put their input instead of projecting it.
-        put_off: where linear layers put the work of their weight gradients.
+        later: takes what linear layers have to do for their weights' gradients; None: autograd does it.
         unread: nobody reads what row-parallel layers return; they record it for backward only.
         casts: makes the casts that autocast would make at each call.
         seed: what dropout masks that all ranks have in common are drawn from; asked when one is.
@@ -69,7 +72,7 @@ class Link:
     replica: int = 0
     managed: bool = False
     captured: list[Captured] | None = None
-    put_off: list[Callable[[], None]] | None = None
+    later: Later | None = None
     unread: bool = False
     casts: Casts | None = None
     seed: Callable[[], str] = str
@@ -94,7 +97,7 @@ class Link:
     def executing(
         self,
         captured: list[Captured] | None = None,
-        put_off: list[Callable[[], None]] | None = None,
+        later: Later | None = None,
         unread: bool = False,
         casts: Casts | None = None,
         seed: Callable[[], str] = str,
@@ -102,7 +105,7 @@ class Link:
     ) -> Iterator[None]:
         """Let the executor own the collectives of the layers called inside; it draws masks from ``seed``."""
         before = vars(self).copy()
-        self.managed, self.captured, self.put_off, self.unread, self.casts = True, captured, put_off, unread, casts
+        self.managed, self.captured, self.later, self.unread, self.casts = True, captured, later, unread, casts
         self.seed, self.draws, self.outside = seed, 0, outside
         try:
             yield

@@ -15,6 +15,7 @@ from ..convert import block_parameters, stack_of
 from ..models import Block, family_of
 from ..models.family import Row
 from ..models.shard import Placement, Sharder, check_layer, shard_layer
+from ..parallel.actions import at_once
 from ..parallel.casts import Casts
 from ..parallel.link import Link
 from ..parallel.mesh import Axis
@@ -111,7 +112,7 @@ class DryLayer:
             grad, other = torch.zeros_like(leaf), torch.zeros_like(leaf).requires_grad_()
             leaf.requires_grad_()
             ready, casts = self._ready(block, context), Casts()
-            with autocast(), self._link.executing(unread=True, casts=casts):
+            with autocast(), self._link.executing(later=at_once, unread=True, casts=casts):
                 with kept(Recompute(i, 0)), peak(Recompute(i, 0)):
                     share = ready.partial(leaf, 0)
                 with kept(Recompute(i, 1)):

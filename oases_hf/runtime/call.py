@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,3 +31,8 @@ class Call:
     ready: Ready
     training: bool
     number: int
+
+    @cached_property
+    def modules(self) -> Sequence[nn.Module]:
+        """All in its layers: to walk through them takes as long as to record some of their kernels."""
+        return [module for layer in self.layers for module in layer.modules()]

@@ -7,7 +7,7 @@ keeps facts under. Shapes: B batch, S sequence, H hidden; b is the part of B tha
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, assert_never
@@ -15,10 +15,10 @@ from typing import Any, assert_never
 import torch
 from torch import Tensor
 
-from ..parallel.actions import Outside
+from ..parallel.actions import Outside, at_once
 from ..parallel.casts import Casts
 from ..parallel.gradients import GradientSync
-from ..parallel.linear import Captured, PutOff
+from ..parallel.linear import Captured
 from ..parallel.rng import Masks, seeded
 from ..schedule import (
     Backward,
@@ -93,7 +93,7 @@ class Run:
         self._made_in: dict[int, torch.dtype] = {}
         self._inners: dict[Collective, Inner] = {}
         self._graphs: dict[Key, Graph] = {}
-        self._put_off: dict[Key, PutOff] = {}
+        self._put_off: dict[Key, list[Callable[[], None]]] = {}
         self._grads: dict[int, Tensor] = {}
         self._arrived: dict[Collective, Tensor] = {}
         self._casts: defaultdict[tuple[str, int], Casts] = defaultdict(Casts)  # by pass and block
@@ -230,12 +230,13 @@ class Run:
         # Of a recompute that is not sent, only the graph is of use: its last matmul is spared.
         unread = recompute and collective not in self._ready.sent
         compiled = block.compiled and captured is not None
-        put_off = None if compiled else self._put_off.get(key)
+        put_off = self._put_off.get(key)
+        later = None if compiled else at_once if put_off is None else put_off.append
         casts = None if compiled else self._casts[collective.tensor, collective.block]
         with ExitStack() as stack:
             link = block.link
             shared = self.masks.shared(*key, collective.piece, link.replica)
-            stack.enter_context(link.executing(captured, put_off, unread, casts, shared, self._outside))
+            stack.enter_context(link.executing(captured, later, unread, casts, shared, self._outside))
             stack.enter_context(seeded(self.masks.own(*key, collective.piece), device, self._outside))
             if recompute:
                 stack.enter_context(self._autocast.again())

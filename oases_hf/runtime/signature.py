@@ -17,7 +17,8 @@ def unrecordable(call: Call) -> str | None:
     """What keeps a call from being recorded; None when nothing does."""
     if torch.is_anomaly_enabled() or torch._C._len_torch_dispatch_stack():
         return "somebody watches operators"
-    if hooks_inside(call.layers) or any(hooked(p) for layer in call.layers for p in layer.parameters()):
+    parameters = (p for module in call.modules for p in module._parameters.values() if p is not None)
+    if any(map(is_hooked, call.modules)) or any(map(hooked, parameters)):
         return "hooks inside a layer"
     for name, value in (item for context in call.contexts for item in context.items()):
         for leaf in _leaves(value):
@@ -34,7 +35,7 @@ def signature(call: Call) -> Hashable:
 
     Whoever changes what a layer computes by other means (an attribute, its configuration) changes nothing of it.
     """
-    state = tuple(_state(module) for layer in call.layers for module in layer.modules())
+    state = tuple(map(_state, call.modules))
     inputs = _form([call.hidden, call.contexts], {})
     # Schedules are cached, so their identity stays.
     return id(call.ready), call.training, inputs, Autocast.of(call.hidden.device.type), state
@@ -42,13 +43,12 @@ def signature(call: Call) -> Hashable:
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether somebody watches a module's calls; HF's own captures are asked for, and stay when they were."""
-    hooks = (
-        *module._forward_hooks.values(),
-        *module._forward_pre_hooks.values(),
-        *module._backward_hooks.values(),
-        *module._backward_pre_hooks.values(),
+    kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(kinds) and any(
+        getattr(hook, "__module__", "") != "transformers.utils.output_capturing"
+        for hooks in kinds
+        for hook in hooks.values()
     )
-    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)
 
 
 def hooks_inside(layers: Sequence[nn.Module]) -> bool:

@@ -1,0 +1,69 @@
+"""Norms that torch computes in one kernel are those of Hugging Face."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from oases_hf.convert import stack_of
+from oases_hf.models.family import family_of
+from oases_hf.models.registry import FAMILIES as DECLARED
+from oases_hf.parallel.layers import FusedRMSNorm, adopt
+
+from .families import FAMILIES
+from .parallel import parallel
+
+SERVED = {tiny.model_type: name for name, tiny in FAMILIES.items()}
+FUSED = [SERVED[model_type] for family in DECLARED if family.rms_norms for model_type in family.model_types]
+ROUNDED = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+"""Relative; Hugging Face computes in float32, and rounds the quotient before it is multiplied."""
+
+
+def entries(model: Any) -> Iterator[nn.Module]:
+    family = family_of(model.config)
+    for layer in stack_of(model, family):
+        yield from (layer.get_submodule(path) for block in family.blocks for path in block.entries)
+
+
+def passed(norm: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
+    """What a norm makes of ``x``, and the gradients of ``x`` and of its weight."""
+    x = x.clone().requires_grad_()
+    y = norm(x)
+    weight = cast(nn.Parameter, norm.weight)
+    return [y.detach(), *torch.autograd.grad(y, (x, weight), grad.to(y.dtype))]
+
+
+@pytest.mark.parametrize("dtype", ROUNDED)
+@pytest.mark.parametrize("name", FUSED)
+def test_they_compute_the_same(name: str, dtype: torch.dtype) -> None:
+    drawn = torch.Generator().manual_seed(0)
+    for own in entries(FAMILIES[name].model(dtype=dtype)):
+        fused = copy.deepcopy(own)
+        adopt(fused, FusedRMSNorm)
+        width = cast(Tensor, own.weight).shape[0]
+        x, grad = (torch.randn(3, 5, width, generator=drawn).to(dtype) for _ in range(2))
+        for found, expected in zip(passed(fused, x, grad), passed(own, x, grad), strict=True):
+            assert found.dtype == expected.dtype
+            assert (found - expected).abs().max() <= ROUNDED[dtype] * expected.abs().max()
+
+
+def test_weight_and_input_of_two_types_are_left_to_hugging_face() -> None:
+    own = next(entries(FAMILIES["llama"].model(dtype=torch.float32)))
+    fused = copy.deepcopy(own)
+    adopt(fused, FusedRMSNorm)
+    x = torch.randn(2, 3, cast(Tensor, own.weight).shape[0], dtype=torch.bfloat16)
+    for found, expected in zip(passed(fused, x, x), passed(own, x, x), strict=True):
+        assert torch.equal(found, expected)
+        assert found.dtype == expected.dtype
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name in {*SERVED.values()}])
+def test_those_that_are_declared_are_fused(name: str) -> None:
+    model = FAMILIES[name].model()
+    parallel(model, 1)
+    assert {isinstance(entry, FusedRMSNorm) for entry in entries(model)} == {name in FUSED}
