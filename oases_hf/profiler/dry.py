@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import PreTrainedModel
@@ -33,6 +36,31 @@ def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
 
 COUNTED = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention}
 """The kernel that fake tensors take, which torch's counter does not know."""
+
+
+class _RMSNorm(torch.autograd.Function):
+    """What torch's RMSNorm keeps on GPUs: its input, and a number for each row. What it computes is of no use."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: Sequence[int], weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, x.new_zeros(x.shape[:-1], dtype=torch.float32), weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        weight = ctx.saved_tensors[2]
+        return grads[0] * weight, None, torch.zeros_like(weight), None
+
+
+@contextmanager
+def kept_as_on_gpus() -> Iterator[None]:
+    """Let operators that are one kernel on GPUs, and several on CPUs, keep inside what they keep there."""
+    own = F.rms_norm
+    F.rms_norm = cast(Any, _RMSNorm.apply)
+    try:
+        yield
+    finally:
+        F.rms_norm = own
 
 
 @dataclass(frozen=True)
@@ -112,7 +140,7 @@ class DryLayer:
             grad, other = torch.zeros_like(leaf), torch.zeros_like(leaf).requires_grad_()
             leaf.requires_grad_()
             ready, casts = self._ready(block, context), Casts()
-            with autocast(), self._link.executing(later=at_once, unread=True, casts=casts):
+            with kept_as_on_gpus(), autocast(), self._link.executing(later=at_once, unread=True, casts=casts):
                 with kept(Recompute(i, 0)), peak(Recompute(i, 0)):
                     share = ready.partial(leaf, 0)
                 with kept(Recompute(i, 1)):

@@ -1,8 +1,8 @@
 """A cost table without times, of tensors without data: what ranks would hold, before there are ranks.
 
 One layer is sharded as each degree shards it, for ranks that are not there, and its blocks run on torch's fake tensors.
-They are said to be on a CPU, where attention takes the fused kernel that it takes on GPUs; on torch's meta device it
-would take the one that keeps all scores.
+They are said to be on a CPU, where attention takes the fused kernel that it takes on GPUs (on torch's meta device it
+would take the one that keeps all scores); RMSNorms, which CPUs have no one kernel for, keep what they keep on GPUs.
 
 Exact, to what ranks hold: parameters, gradients, optimizer state, the hidden tensors kept for recompute (but for one
 in all that BERT keeps besides), and what is kept of a block that is not recomputed. Bounds from above:

@@ -14,6 +14,7 @@ from oases_hf.costs import CostTable
 from oases_hf.plan import Recompute
 from oases_hf.planner import Memory, Problem, predict
 from oases_hf.profiler import Architecture, Estimate
+from oases_hf.profiler.dry import kept_as_on_gpus
 from oases_hf.profiler.layer import Autocast
 from oases_hf.profiler.stopwatch import KeptBytes, PeakBytes
 from oases_hf.schedule import Backward, Forward, Instruction
@@ -53,7 +54,14 @@ class Counted:
 def counted(
     family: str, blocks: int, degree: int, recompute: Recompute, sub_batches: int, autocast: Autocast = nullcontext
 ) -> Counted:
-    """On a rank: what a step of a converted model holds."""
+    """On a rank: what a step of a converted model holds, if norms keep what they keep on GPUs."""
+    with kept_as_on_gpus():
+        return _counted(family, blocks, degree, recompute, sub_batches, autocast)
+
+
+def _counted(
+    family: str, blocks: int, degree: int, recompute: Recompute, sub_batches: int, autocast: Autocast
+) -> Counted:
     model = FAMILIES[family].model(dtype=torch.float32).train()
     size = torch.distributed.get_world_size()
     state = parallel(model, size, sub_batches=sub_batches, degrees=(degree,) * blocks, recompute=(recompute,) * blocks)
