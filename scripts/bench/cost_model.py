@@ -5,21 +5,26 @@
 All ranks profile one LLaMA layer, the planner plans under a memory limit into which uniform degrees 1 and 2 do not fit,
 and its plan, the uniform plans and randomly drawn ones that fit are trained for a few optimizer steps each, through
 Accelerate as users do. The first two kinds also with optimizer state that one rank owns, which takes less memory and
-has a limit of its own. The random plans are, of many that fit, those whose predicted times are farthest apart: of plans
-that are equally fast noise would say which is faster. Printed are predicted and measured step times, the rank
-correlation of the random plans, and how much faster the planner's plan is than the best uniform plan that fits. Ranks
-are meant to sit behind slow links; torch's threads should be one per core.
+has a limit of its own, the uniform ones also by megatron's schedule, with and without deferred weight gradients. On
+GPUs, limits are enforced for what fits: a rank may use as much more as the planner spares. The random plans are, of
+many that fit, those whose predicted times are farthest apart: of plans that are equally fast noise would say which is
+faster. Printed are predicted and measured step times, the rank correlation of the random plans, and how much faster the
+planner's plan is than the best uniform plans that fit. Ranks are meant to sit behind slow links; torch's threads should
+be one per core.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import random
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -28,14 +33,80 @@ if __name__ == "__main__":
 import torch.distributed as dist
 
 from oases_hf import OasesPlugin, Plan
-from oases_hf.plan import Recompute, ShardOptimizer
+from oases_hf.integrations.planning import SPARE
+from oases_hf.plan import Recompute, ScheduleName
 from oases_hf.planner import Prediction, Problem, plan_of, predict, solve
+from oases_hf.simulator import simulate
 from scripts.bench.training import SEED, measure, profiled
 
 SUB_BATCHES = (1, 2, 4)
 RECOMPUTE: tuple[Recompute, ...] = ("full", "none")
 DRAWN_PER_PLAN = 25
 OWNED = ", owned"
+DEFERRED = {"": False, ", deferred": True}
+RIVALS = (
+    ("uniform plan", "uniform", False),
+    ("uniform plan with owned state", "uniform", True),
+    ("of megatron's schedule", "megatron", False),
+)
+"""What, in words, planned ones are compared with."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A plan that is to be measured.
+
+    Attributes:
+        name: ``planned``, ``degree d``, each also ``…, owned``, ``degree d, megatron``, or ``random i``.
+        kind: ``planned``, ``uniform``, ``megatron`` or ``random``.
+        plan: the plan.
+        problem: into whose memory limit it is to fit.
+        defer: weight gradients are deferred.
+    """
+
+    name: str
+    kind: str
+    plan: Plan
+    problem: Problem
+    defer: bool = False
+
+    @property
+    def owned(self) -> bool:
+        """Optimizer state has owners."""
+        return self.plan.shard_optimizer != "off"
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        """What the cost model says, which is for our schedule; of others, its memory holds."""
+        return predicted(self.problem, self.plan)
+
+    @cached_property
+    def step_ms(self) -> float:
+        """The time of an optimizer step by the cost model, or by simulation where that is for another schedule."""
+        if self.kind != "megatron":
+            return self.prediction.step_ms
+        return simulate(self.problem, self.plan, defer_weight_grads=self.defer).step_ms
+
+    @property
+    def fits(self) -> bool:
+        """Into the memory limit."""
+        return self.prediction.memory.fits(self.problem)
+
+    def row(self, options: argparse.Namespace) -> Row:
+        """Measure it, on all ranks."""
+        limit_gib = self.problem.memory_limit_gib / SPARE if self.fits else math.inf
+        measured = measure(options, OasesPlugin(plan=self.plan, defer_weight_grads=self.defer), limit_gib)
+        return Row(
+            self.name,
+            self.kind,
+            self.owned,
+            self.step_ms,
+            measured.ms,
+            self.prediction.memory.total / 2**20,
+            measured.peak_bytes / 2**20,
+            self.fits,
+            self.plan.summary(),
+        )
 
 
 @dataclass
@@ -43,7 +114,9 @@ class Row:
     """A plan, what was predicted of it and what was measured.
 
     Attributes:
-        name: ``planned``, ``degree d``, each also ``…, owned``, or ``random i``.
+        name: of the contender.
+        kind: of it.
+        owned: its optimizer state has owners.
         predicted_ms: of an optimizer step.
         measured_ms: median, on the slowest rank.
         memory_mib: predicted.
@@ -53,6 +126,8 @@ class Row:
     """
 
     name: str
+    kind: str
+    owned: bool
     predicted_ms: float
     measured_ms: float
     memory_mib: float
@@ -114,18 +189,36 @@ def predicted(problem: Problem, plan: Plan) -> Prediction:
     return predict(problem, plan.degrees, plan.recompute, plan.sub_batches, plan.shard_optimizer)
 
 
-def uniform(problem: Problem, model: str, way: ShardOptimizer) -> Iterator[tuple[str, Plan]]:
-    """Every uniform degree, with the recompute choice and sub-batches that are predicted fastest of those that fit."""
-    blocks, size = len(problem.blocks), problem.costs.tmp_size
+def planned_and_uniform(problem: Problem, model: str) -> Iterator[Contender]:
+    """The planner's plan, and for every degree the uniform one that is predicted fastest of those that fit."""
+    (way,) = problem.shard_optimizer
+    suffix = OWNED * (way != "off")
+    yield Contender(f"planned{suffix}", "planned", plan_of(solve(problem), model), problem)
     for degree in problem.choosable_degrees:
-        plans = [
-            Plan(model, size, (degree,) * blocks, "oases", number, (recompute,) * blocks, way)
-            for number in SUB_BATCHES
-            for recompute in RECOMPUTE
+        every = [
+            Contender(f"degree {degree}{suffix}", "uniform", plan, problem)
+            for plan in _uniform(problem, model, degree, "oases", SUB_BATCHES)
         ]
-        fitting = [plan for plan in plans if predicted(problem, plan).memory.fits(problem)]
-        best = min(fitting or plans, key=lambda plan: predicted(problem, plan).step_ms)
-        yield f"degree {degree}", best
+        yield min([each for each in every if each.fits] or every, key=lambda each: each.step_ms)
+
+
+def megatron(problem: Problem, model: str) -> Iterator[Contender]:
+    """For every degree that fits, megatron's schedule with what is predicted to be the better recompute choice."""
+    for degree, (suffix, defer) in itertools.product(problem.choosable_degrees, DEFERRED.items()):
+        every = [
+            Contender(f"degree {degree}, megatron{suffix}", "megatron", plan, problem, defer)
+            for plan in _uniform(problem, model, degree, "megatron", (1,))
+        ]
+        if fitting := [each for each in every if each.fits]:
+            yield min(fitting, key=lambda each: each.step_ms)
+
+
+def _uniform(
+    problem: Problem, model: str, degree: int, schedule: ScheduleName, sub_batches: Sequence[int]
+) -> Iterator[Plan]:
+    blocks, (way,) = len(problem.blocks), problem.shard_optimizer
+    for number, recompute in itertools.product(sub_batches, RECOMPUTE):
+        yield Plan(model, problem.costs.tmp_size, (degree,) * blocks, schedule, number, (recompute,) * blocks, way)
 
 
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
@@ -157,23 +250,22 @@ def report(rows: Sequence[Row]) -> None:
             f"  {row.memory_mib:13.1f}  {measured}  {'' if row.fits else 'too large: '}{row.plan}"
         )
     fitting = [row for row in rows if row.fits]
-    by_chance = [row for row in fitting if row.name.startswith("random")]
-    unowned = [row for row in fitting if not row.name.endswith(OWNED)]
-    planned, best = rows[0], min(unowned, key=lambda row: row.measured_ms)
-    errors = [abs(row.predicted_ms / row.measured_ms - 1) for row in fitting]
+    by_chance = [row for row in fitting if row.kind == "random"]
+    modelled = [row for row in fitting if row.kind != "megatron"]
+    planned, best = rows[0], min((row for row in modelled if not row.owned), key=lambda row: row.measured_ms)
+    errors = [abs(row.predicted_ms / row.measured_ms - 1) for row in modelled]
     print(
         f"rank correlation of {len(by_chance)} random plans "
         f"{spearman([row.predicted_ms for row in by_chance], [row.measured_ms for row in by_chance]):.3f}; "
         f"median error {statistics.median(errors):.1%}; planned / best measured "
         f"{planned.measured_ms / best.measured_ms:.3f}"
     )
-    for planned in (row for row in fitting if row.name.startswith("planned")):
-        owned = planned.name.endswith(OWNED)
-        even = [row for row in fitting if row.name.startswith("degree") and row.name.endswith(OWNED) == owned]
-        if even:
-            rival = min(even, key=lambda row: row.measured_ms)
+    for planned, (what, kind, owned) in itertools.product(fitting, RIVALS):
+        rivals = [row for row in fitting if row.kind == kind and row.owned == owned]
+        if planned.kind == "planned" and owned <= planned.owned and rivals:
+            rival = min(rivals, key=lambda row: row.measured_ms)
             faster = rival.measured_ms / planned.measured_ms
-            print(f"{planned.name} is {faster:.2f} x as fast as {rival.name}, the best uniform plan that fits")
+            print(f"{planned.name} is {faster:.2f} x as fast as {rival.name}, the best {what} that fits")
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
@@ -183,8 +275,8 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(5, 5))
     top = 1.05 * max(max(row.predicted_ms, row.measured_ms) for row in rows)
     axes.plot([0, top], [0, top], color="grey", linewidth=0.8)
-    for kind, marker in (("random", "o"), ("degree", "s"), ("planned", "*")):
-        chosen = [row for row in rows if row.name.startswith(kind)]
+    for kind, marker in (("random", "o"), ("uniform", "s"), ("megatron", "v"), ("planned", "*")):
+        chosen = [row for row in rows if row.kind == kind]
         axes.scatter(
             [row.predicted_ms for row in chosen], [row.measured_ms for row in chosen], marker=marker, label=kind
         )
@@ -205,19 +297,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     costs, name, mesh = profiled(options, SUB_BATCHES, say=_say)
     first = mesh.world.rank == 0
     problem = Problem(costs, options.layers, options.memory_mib / 1024, options.accumulation, SUB_BATCHES)
-    plans = [("planned", plan_of(solve(problem), name)), *uniform(problem, name, "off")]
     # Owners of optimizer state; at the last micro-batch, which costs the least traffic.
     keeping = replace(problem, memory_limit_gib=options.owned_memory_mib / 1024, shard_optimizer=("keep",))
-    owned = [("planned", plan_of(solve(keeping), name)), *uniform(keeping, name, "keep")]
-    plans += [(f"{title}{OWNED}", plan) for title, plan in owned]
-    plans += [(f"random {i}", plan) for i, plan in enumerate(drawn(problem, name, options.plans))]
+    contenders = [
+        *planned_and_uniform(problem, name),
+        *planned_and_uniform(keeping, name),
+        *megatron(problem, name),
+        *(
+            Contender(f"random {i}", "random", plan, problem)
+            for i, plan in enumerate(drawn(problem, name, options.plans))
+        ),
+    ]
     rows = []
-    for title, plan in plans:
-        measured, prediction = measure(options, OasesPlugin(plan=plan)), predicted(problem, plan)
-        mib, fits = prediction.memory.total / 2**20, prediction.memory.fits(keeping if OWNED in title else problem)
-        rows.append(Row(title, prediction.step_ms, measured.ms, mib, measured.peak_bytes / 2**20, fits, plan.summary()))
-        if first:
-            print(f"{title}: {measured.ms:.0f} ms, predicted {prediction.step_ms:.0f}", flush=True)
+    for contender in contenders:
+        rows.append(row := contender.row(options))
+        _say(f"{row.name}: {row.measured_ms:.0f} ms, predicted {row.predicted_ms:.0f}")
     if first:
         report(rows)
         if options.json:

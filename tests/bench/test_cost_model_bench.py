@@ -26,10 +26,14 @@ def test_it_compares_predicted_and_measured_times(tmp_path: Path) -> None:
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     names = [row["name"] for row in json.loads(rows.read_text())]
     kinds = ["planned", "degree 1", "degree 2"]
-    assert names == [*kinds, *(f"{kind}, owned" for kind in kinds), "random 0", "random 1", "random 2"]
+    megatron = [f"degree {degree}, megatron{suffix}" for degree in (1, 2) for suffix in ("", ", deferred")]
+    randoms = [f"random {number}" for number in range(3)]
+    assert names == [*kinds, *(f"{kind}, owned" for kind in kinds), *megatron, *randoms]
     assert re.search(r"rank correlation of 3 random plans -?[01]\.\d+; median error \d+\.\d%", first.stdout)
     for name in ("planned", "planned, owned"):
-        assert re.search(rf"{name} is \d+\.\d\d x as fast as degree [12].*, the best uniform plan", first.stdout)
+        assert re.search(rf"{name} is \d+\.\d\d x as fast as degree [12], the best uniform plan that", first.stdout)
+        assert re.search(rf"{name} is \d+\.\d\d x as fast as degree [12], megatron.*, the best of", first.stdout)
+    assert re.search(r"owned is \d+\.\d\d x as fast as degree [12], owned, the best uniform plan with", first.stdout)
     assert (tmp_path / "plot.png").stat().st_size > 0
 
 
