@@ -22,8 +22,8 @@ class Row:
 
     Attributes:
         ms: median time of a step, on the slowest rank.
-        ratio_to_megatron: how many times as fast as the megatron schedule that recomputes as much; None when that did
-            not run, or for a plan that recomputes some blocks only.
+        ratio_to_megatron: how many times as fast as the megatron schedule that recomputes as much, the better of
+            several; None when that did not run, or for a plan that recomputes some blocks only.
         bytes: handed to collectives in a step by one rank; see :class:`~scripts.bench.timing.Wire` for gathers.
         collectives: how many those were.
         layer_bytes: of ``bytes``, those of the layers' own all-reduces, without embedding and gradient sums.
