@@ -311,7 +311,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = []
     for contender in contenders:
         rows.append(row := contender.row(options))
-        _say(f"{row.name}: {row.measured_ms:.0f} ms, predicted {row.predicted_ms:.0f}")
+        memory = f"; {row.measured_mib:.0f} MiB, predicted {row.memory_mib:.0f}" * (row.measured_mib > 0)
+        _say(f"{row.name}: {row.measured_ms:.0f} ms, predicted {row.predicted_ms:.0f}{memory}")
     if first:
         report(rows)
         if options.json:
