@@ -38,7 +38,7 @@ def test_a_step_leaves_no_tensors_behind(ranks: Worlds, defer: bool) -> None:
 
 
 _ATEN = torch.ops.aten
-PRODUCTS = (_ATEN.mm.default, _ATEN.addmm.default, _ATEN.addmm_.default, _ATEN.bmm.default)
+PRODUCTS = (_ATEN.mm.default, _ATEN.addmm.default, _ATEN.addmm.out, _ATEN.bmm.default)
 
 
 class Matmuls(TorchDispatchMode):

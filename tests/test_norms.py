@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from oases_hf.convert import stack_of
 from oases_hf.models.family import family_of
@@ -60,6 +62,23 @@ def test_weight_and_input_of_two_types_are_left_to_hugging_face() -> None:
     for found, expected in zip(passed(fused, x, x), passed(own, x, x), strict=True):
         assert torch.equal(found, expected)
         assert found.dtype == expected.dtype
+
+
+def test_autocast_does_not_reach_the_kernel() -> None:
+    """On GPUs it would have it compute, and return, float32."""
+    fused = next(entries(FAMILIES["llama"].model(dtype=torch.bfloat16)))
+    adopt(fused, FusedRMSNorm)
+    reached = []
+
+    def watched(x: Tensor, *args: Any) -> Tensor:
+        reached.append(torch.is_autocast_enabled("cpu"))
+        return own(x, *args)
+
+    own = functional.rms_norm
+    with torch.autocast("cpu", torch.bfloat16), mock.patch.object(functional, "rms_norm", watched):
+        y = fused(torch.randn(2, 3, cast(Tensor, fused.weight).shape[0], dtype=torch.bfloat16))
+    assert reached == [False]
+    assert y.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name in {*SERVED.values()}])

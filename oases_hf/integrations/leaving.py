@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +29,8 @@ POLL_S = 0.2
 
 SOON_S = 1.0
 """In which a rank that fails since another is gone learns of that."""
+
+_FIRST = "oases/first_failure"
 
 
 @dataclass
@@ -71,7 +73,8 @@ def end_together() -> Progress:
         atexit.register(_leave)
         return progress
     own_hook, rank, store = sys.excepthook, dist.get_rank(), distributed_c10d._get_default_store()
-    failed, judged, own_pid = False, threading.Event(), os.getpid()
+    failed, own_pid = False, os.getpid()
+    verdict = _Verdict(rank, dist.get_world_size(), store, progress)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         nonlocal failed
@@ -83,7 +86,8 @@ def end_together() -> Progress:
         print(f"oases: rank {rank} {said}", file=sys.stderr, flush=True)
         with suppress(RuntimeError):  # who keeps it is gone
             store.set(_failed(rank), said)
-        judged.wait(SOON_S)  # if it is for another's end, say so
+            verdict.of_failure(said)
+        verdict.judged.wait(SOON_S)  # if it is for another's end, say so
 
     def leave() -> None:
         if failed or os.getpid() != own_pid:
@@ -96,8 +100,7 @@ def end_together() -> Progress:
     atexit.register(leave)
     if hasattr(os, "pidfd_open"):  # on Linux
         store.set(_process(rank), f"{own_pid} {_machine()}")
-        arguments = (rank, dist.get_world_size(), store, progress, judged)
-        threading.Thread(target=_watch, args=arguments, daemon=True, name="oases-watch").start()
+        threading.Thread(target=_watch, args=(verdict,), daemon=True, name="oases-watch").start()
     return progress
 
 
@@ -106,52 +109,79 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
-def _watch(rank: int, size: int, store: Any, progress: Progress, judged: threading.Event) -> None:
+@dataclass
+class _Verdict:
+    """What a rank says of the end of another.
+
+    Attributes:
+        rank: which one it is.
+        size: how many there are.
+        store: where they tell each other how they end.
+        progress: of this one.
+        judged: the end of another was no good one.
+    """
+
+    rank: int
+    size: int
+    store: Any
+    progress: Progress
+    judged: threading.Event = field(default_factory=threading.Event)
+    _said: set[str] = field(default_factory=set)
+
+    def of_failure(self, said: str) -> None:
+        """Say who failed first, if not this rank, which now has: that one may take its time to end."""
+        if self.store.add(f"{_FIRST}/count", 1) == 1:
+            self.store.set(_FIRST, f"rank {self.rank} {said}")
+        elif self.store.check([_FIRST]):
+            self._say(self.store.get(_FIRST).decode())
+
+    def of_end(self, other: int) -> None:
+        """Say how a rank has ended, and end with it; nothing if in order, or if that is not known."""
+        try:
+            if self.store.check([ended(other)]):
+                return
+            failed = self.store.check([_failed(other)])
+            how = self.store.get(_failed(other)).decode() if failed else f"was killed in step {self.progress.step}"
+        except RuntimeError:  # it kept the store, which would tell
+            return
+        self._say(f"rank {other} {how}")
+        self.judged.set()
+        time.sleep(GRACE_S)
+        sys.stdout.flush()
+        os._exit(1)
+
+    def _say(self, what: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            print(f"oases: {what}; rank {self.rank} ends with it", file=sys.stderr, flush=True)
+
+
+def _watch(verdict: _Verdict) -> None:
     """Wait for the end of the other processes on this machine."""
-
-    def judge(other: int) -> None:
-        if said := _judged(other, store, progress):
-            print(f"oases: {said}; rank {rank} ends with it", file=sys.stderr, flush=True)
-            judged.set()
-            time.sleep(GRACE_S)
-            sys.stdout.flush()
-            os._exit(1)
-
+    store = verdict.store
     ends, others = select.poll(), dict[int, int]()
     with suppress(RuntimeError):  # the store went with whoever kept it
-        for other in range(size):
+        for other in range(verdict.size):
             while not store.check([_process(other)]):  # to wait in the store would keep others from it
                 time.sleep(POLL_S)
             pid, machine = store.get(_process(other)).decode().split(maxsplit=1)
-            if other == rank or machine != _machine():
+            if other == verdict.rank or machine != _machine():
                 continue
             try:
                 others[descriptor := os.pidfd_open(int(pid))] = other
                 ends.register(descriptor, select.POLLIN)
             except ProcessLookupError:
-                judge(other)
+                verdict.of_end(other)
     while others:
         for descriptor, _ in ends.poll():
             ends.unregister(descriptor)
             os.close(descriptor)
-            judge(others.pop(descriptor))
+            verdict.of_end(others.pop(descriptor))
 
 
 def _machine() -> str:
     """What processes have in common that see each other's ids: a running kernel, and a namespace of ids."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').stat().st_ino}"
-
-
-def _judged(other: int, store: Any, progress: Progress) -> str | None:
-    """How a rank has ended; None if in order, or if that is not known."""
-    try:
-        if store.check([ended(other)]):
-            return None
-        if store.check([_failed(other)]):
-            return f"rank {other} {store.get(_failed(other)).decode()}"
-    except RuntimeError:  # it kept the store, which would tell
-        return None
-    return f"rank {other} was killed in step {progress.step}"
 
 
 def _process(rank: int) -> str:

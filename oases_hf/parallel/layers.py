@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -44,7 +45,8 @@ class FusedRMSNorm(nn.Module):
         """``[..., H]`` to the same."""
         if x.dtype != self.weight.dtype:
             return super().forward(x)
-        return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+        with torch.autocast(x.device.type, enabled=False):  # on GPUs it would make float32 of what is narrower
+            return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
 
 
 class JoinNorm(nn.Module):

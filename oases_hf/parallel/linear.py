@@ -1,4 +1,4 @@
-"""Linear layers that hold some of their features, and may add to their weights' gradients later.
+"""Linear layers that hold some of their features, and let others say when their weights' gradients are computed.
 
 They serve ``nn.Linear``, whose weight is ``[out, in]``, and GPT-2's ``Conv1D``, whose weight is ``[in, out]``.
 Shapes: B batch, S sequence, H hidden, ``x_…`` this rank's share of a dimension.
@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from .autograd import apply
 from .casts import stand_in
-from .link import Later, Link, leave_block
+from .link import Link, WeightGrads, leave_block
 from .rng import seeded
 
 
@@ -30,25 +30,31 @@ class Captured:
     dropout: SharedDropout | None = None
 
 
-def _add_weight_grad(
-    weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool, x: Tensor, grad: Tensor
-) -> None:
+def _add_grads(weight: nn.Parameter, bias: nn.Parameter | None, transposed: bool, x: Tensor, grad: Tensor) -> None:
+    """Add to the gradients of a layer's parameters, in the matmul itself where it is of their type.
+
+    What comes first is added to zeros, by the same kernel and so rounded alike.
+    """
     x, grad = x.flatten(0, -2), grad.flatten(0, -2)
     left, right = (x.t(), grad) if transposed else (grad.t(), x)
     with torch.no_grad():
-        if weight.grad is None:
-            weight.grad = (left @ right).to(weight.dtype)
-        elif weight.grad.dtype == grad.dtype:
-            weight.grad.addmm_(left, right)
+        total = _grad_of(weight)
+        if total.dtype == grad.dtype:
+            torch.addmm(total, left, right, out=total)
         else:
-            weight.grad.add_(left @ right)
-        if bias is not None and bias.requires_grad:
-            total = grad.sum(0).to(bias.dtype)
-            bias.grad = total if bias.grad is None else bias.grad.add_(total)
+            total.add_(left @ right)
+        if bias is not None:
+            _grad_of(bias).add_(grad.sum(0))
+
+
+def _grad_of(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer that does not compute an output nobody reads, and adds to its weight's gradient in one kernel."""
+    """A linear layer that does not compute an output nobody reads, and hands over what its weight's gradient takes."""
 
     @staticmethod
     def forward(
@@ -58,27 +64,25 @@ class _Linear(torch.autograd.Function):
         cast: Tensor | None,
         bias: nn.Parameter | None,
         transposed: bool,
-        later: Later | None,
+        weight_grads: WeightGrads | None,
         unread: bool,
     ) -> Tensor:
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        x, used = x.to(dtype), (weight if cast is None else cast).to(dtype)
+        ctx.parameters, ctx.transposed, ctx.weight_grads = (weight, bias), transposed, weight_grads
+        x, used = _autocast(x), _autocast(weight if cast is None else cast)
         used = used.t() if transposed else used
         ctx.save_for_backward(x, used)
-        ctx.transposed, ctx.later = transposed, later
-        ctx.add = None if later is None else partial(_add_weight_grad, weight, bias, transposed)
         if unread:
             return x.new_zeros(1).expand(*x.shape[:-1], used.shape[0])
-        return F.linear(x, used, None if bias is None else bias.to(dtype))
+        return F.linear(x, used, None if bias is None else _autocast(bias))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), (x, weight) = grads, ctx.saved_tensors
         of_weight = of_bias = None
-        if ctx.add is not None:
-            ctx.later(partial(ctx.add, x, grad))
+        parameter, bias = ctx.parameters
+        if ctx.weight_grads is not None and _plain(parameter) and (bias is None or _plain(bias)):
+            ctx.weight_grads(partial(_add_grads, parameter, bias, ctx.transposed, x, grad))
         else:
             rows = grad.flatten(0, -2)
             if ctx.needs_input_grad[1]:
@@ -87,6 +91,21 @@ class _Linear(torch.autograd.Function):
             if ctx.needs_input_grad[3]:
                 of_bias = rows.sum(0)
         return grad @ weight, of_weight, None, of_bias, None, None, None
+
+
+def _autocast(tensor: Tensor) -> Tensor:
+    """As autocast, if it is on, would make it for a linear layer."""
+    device = tensor.device.type
+    if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))
+
+
+def _plain(parameter: nn.Parameter) -> bool:
+    """Whether autograd would do no more with a parameter's gradient than add it to what is there."""
+    if not (parameter.requires_grad and parameter.is_leaf) or hooked(parameter):
+        return False
+    return bool(getattr(parameter, "grad_dtype", parameter.dtype) == parameter.dtype)
 
 
 def hooked(parameter: nn.Parameter) -> bool:
@@ -103,15 +122,13 @@ class _Parallel(nn.Module):
     transposed: bool
 
     def apply_to(self, x: Tensor, bias: nn.Parameter | None, unread: bool = False) -> Tensor:
-        """The layer on ``x``, whose weight gradient the link has added, or put off; a stand-in if ``unread``."""
-        weight, later = self.weight, self.link.later
-        if not weight.requires_grad or any(hooked(p) for p in (weight, bias) if p is not None):
-            later = None
+        """The layer on ``x``, whose weight gradient the link takes charge of; a stand-in if ``unread``."""
+        weight, weight_grads = self.weight, self.link.weight_grads
         cast, casts = None, self.link.casts
         if casts is not None:
             x, cast = casts.of_input(x), casts.of(weight)
-        if torch.is_grad_enabled() and (later is not None or unread):
-            return apply(_Linear, x, weight, cast, bias, self.transposed, later, unread)
+        if torch.is_grad_enabled() and (weight_grads is not None or unread):
+            return apply(_Linear, x, weight, cast, bias, self.transposed, weight_grads, unread)
         used = weight if cast is None else stand_in(weight, cast)
         return F.linear(x, used.t() if self.transposed else used, bias)
 

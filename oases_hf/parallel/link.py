@@ -25,8 +25,8 @@ from .sharding import Span
 if TYPE_CHECKING:
     from .linear import Captured
 
-Later = Callable[[Callable[[], None]], None]
-"""Called in backward with what adds to the gradient of a weight, to do it at once or to keep it."""
+WeightGrads = Callable[[Callable[[], None]], None]
+"""Called in backward with what adds to the gradient of a weight, to do it at once or to put it off."""
 
 COMM_DTYPES: Mapping[CommDtype | None, torch.dtype | None] = {None: None, "bf16": torch.bfloat16}
 """What settings call the types in which all-reduces of blocks are sent."""
@@ -57,7 +57,8 @@ class Link:
         replica: which of them this is.
         managed: the executor owns the collectives.
         captured: where row-parallel layers put their input instead of projecting it.
-        later: takes what linear layers have to do for their weights' gradients; None: autograd does it.
+        weight_grads: takes what linear layers have to do for their weights' gradients. None: autograd does it, as it
+            does in any case where somebody looks at what comes out of it.
         unread: nobody reads what row-parallel layers return; they record it for backward only.
         casts: makes the casts that autocast would make at each call.
         seed: what dropout masks that all ranks have in common are drawn from; asked when one is.
@@ -72,7 +73,7 @@ class Link:
     replica: int = 0
     managed: bool = False
     captured: list[Captured] | None = None
-    later: Later | None = None
+    weight_grads: WeightGrads | None = None
     unread: bool = False
     casts: Casts | None = None
     seed: Callable[[], str] = str
@@ -97,7 +98,7 @@ class Link:
     def executing(
         self,
         captured: list[Captured] | None = None,
-        later: Later | None = None,
+        weight_grads: WeightGrads | None = None,
         unread: bool = False,
         casts: Casts | None = None,
         seed: Callable[[], str] = str,
@@ -105,7 +106,8 @@ class Link:
     ) -> Iterator[None]:
         """Let the executor own the collectives of the layers called inside; it draws masks from ``seed``."""
         before = vars(self).copy()
-        self.managed, self.captured, self.later, self.unread, self.casts = True, captured, later, unread, casts
+        self.managed, self.captured, self.unread, self.casts = True, captured, unread, casts
+        self.weight_grads = weight_grads
         self.seed, self.draws, self.outside = seed, 0, outside
         try:
             yield

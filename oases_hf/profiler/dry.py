@@ -54,7 +54,10 @@ class _RMSNorm(torch.autograd.Function):
 
 @contextmanager
 def kept_as_on_gpus() -> Iterator[None]:
-    """Let operators that are one kernel on GPUs, and several on CPUs, keep inside what they keep there."""
+    """Let operators that are one kernel on GPUs, and several on CPUs, keep inside what they keep there.
+
+    For all threads, and only where values do not matter: they are wrong.
+    """
     own = F.rms_norm
     F.rms_norm = cast(Any, _RMSNorm.apply)
     try:
@@ -140,7 +143,7 @@ class DryLayer:
             grad, other = torch.zeros_like(leaf), torch.zeros_like(leaf).requires_grad_()
             leaf.requires_grad_()
             ready, casts = self._ready(block, context), Casts()
-            with kept_as_on_gpus(), autocast(), self._link.executing(later=at_once, unread=True, casts=casts):
+            with kept_as_on_gpus(), autocast(), self._link.executing(weight_grads=at_once, unread=True, casts=casts):
                 with kept(Recompute(i, 0)), peak(Recompute(i, 0)):
                     share = ready.partial(leaf, 0)
                 with kept(Recompute(i, 1)):

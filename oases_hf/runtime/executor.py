@@ -231,12 +231,12 @@ class Run:
         unread = recompute and collective not in self._ready.sent
         compiled = block.compiled and captured is not None
         put_off = self._put_off.get(key)
-        later = None if compiled else at_once if put_off is None else put_off.append
+        weight_grads = None if compiled else at_once if put_off is None else put_off.append
         casts = None if compiled else self._casts[collective.tensor, collective.block]
         with ExitStack() as stack:
             link = block.link
             shared = self.masks.shared(*key, collective.piece, link.replica)
-            stack.enter_context(link.executing(captured, later, unread, casts, shared, self._outside))
+            stack.enter_context(link.executing(captured, weight_grads, unread, casts, shared, self._outside))
             stack.enter_context(seeded(self.masks.own(*key, collective.piece), device, self._outside))
             if recompute:
                 stack.enter_context(self._autocast.again())

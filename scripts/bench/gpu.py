@@ -44,7 +44,6 @@ from scripts.bench.tasks import (
     AUTO,
     BOUNDED,
     PARTS,
-    VARIANTS,
     Entry,
     Job,
     Shape,
@@ -181,10 +180,8 @@ def run_job(job: Job, command: Sequence[str], ranks: int) -> None:
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
     """With how many times as fast each row is as megatron in its setting, at equal recompute; its better row counts."""
     megatron: dict[tuple[str, str], Row] = {}
-    for row in rows:
-        known = megatron.get((row.setting, row.recompute))
-        if row.name in MEGATRON and row.ms and not (known and known.ms and known.ms <= row.ms):
-            megatron[row.setting, row.recompute] = row
+    for row in sorted((row for row in rows if row.name in MEGATRON and row.ms), key=lambda row: row.ms or 0.0):
+        megatron.setdefault((row.setting, row.recompute), row)
     found = []
     for row in rows:
         base = megatron.get((row.setting, row.recompute))
@@ -197,7 +194,8 @@ def notes(rows: Sequence[Row]) -> Iterator[str]:
     """How near our schedule comes to what it computes and what it sends, Trainer to a bare loop, and what plans add."""
     for recompute in ("full", "none"):
         ms = {row.name: row.ms for row in rows if row.recompute == recompute and row.ms}
-        computing, sending = (ms.get(Entry(BOUNDED, variant=variant).title) for variant in VARIANTS["layers"])
+        computing = ms.get(Entry(BOUNDED, variant="computing only").title)
+        sending = ms.get(Entry(BOUNDED, variant="all-reduces only").title)
         for name in (Entry(BOUNDED, defer=defer).title for defer in (False, True)):
             if name in ms and computing and sending:
                 yield (
