@@ -6,7 +6,8 @@ that was recorded, and runs no Python of the library but for what was said to be
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -67,6 +68,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.recordings = self.replays = 0
+        self._replaying = False
         self._recorded = Recorded()
 
     def __call__(self, work: Callable[[], T]) -> tuple[T, list[Callable[[], None]]]:
@@ -80,7 +82,14 @@ class Recorder:
     def outside(self, action: Callable[..., None], *tensors: Tensor) -> None:
         self._recorded.steps.append(partial(action, *tensors))
 
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        self._replaying = True
+        yield
+        self._replaying = False
+
     def _count(self) -> None:
+        assert self._replaying, "steps have a place of their own"
         self.replays += 1
 
 

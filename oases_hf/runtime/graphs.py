@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -82,6 +83,7 @@ class Recording:
         forward: the steps of the one.
         backward: of the other.
         run: whose actions are among the steps.
+        replaying: where steps are to be done.
         replays: so far.
     """
 
@@ -92,6 +94,7 @@ class Recording:
     forward: Steps
     backward: Steps
     run: Run
+    replaying: Callable[[], AbstractContextManager[None]]
     replays: int = 0
 
 
@@ -115,8 +118,9 @@ class Replayed:
         try:
             with torch.no_grad():
                 torch._foreach_copy_(list(recording.inputs), list(inputs))
-            for step in recording.forward:
-                step()
+            with recording.replaying():
+                for step in recording.forward:
+                    step()
         except BaseException:
             self.waiting = False
             raise
@@ -131,8 +135,9 @@ class Replayed:
         self.waiting = False
         recording.grad.copy_(grad)
         recording.run.reducing = any(isinstance(op, ReduceGrads) for op in ops)
-        for step in recording.backward:
-            step()
+        with recording.replaying():
+            for step in recording.backward:
+                step()
         return recording.input_grad.clone()
 
 
@@ -240,4 +245,4 @@ class Graphs:
             grad = torch.zeros_like(output)
             with torch.autocast(output.device.type, enabled=False):
                 input_grad, backward_steps = recorder(lambda: run.backward(grad, call.ready.early.backward))
-        return Recording(own, output, grad, input_grad, forward_steps, backward_steps, run)
+        return Recording(own, output, grad, input_grad, forward_steps, backward_steps, run, recorder.replaying)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import cache, partial
 from typing import Protocol, TypeVar
 
 import torch
@@ -25,9 +25,15 @@ class Recorder(Protocol):
     def outside(self, action: Callable[..., None], *tensors: Tensor) -> None:
         """Called by ``work``: make an action on tensors a step of its own."""
 
+    def replaying(self) -> AbstractContextManager[None]:
+        """Where steps are to be done: behind all that was launched before, and before what is launched then."""
+
 
 class CudaRecorder:
     """Records CUDA graphs that share a pool of memory.
+
+    They are recorded and replayed on a stream of their own, which all recorders of a GPU have in common: on the default
+    stream, each graph of a process' second recording and later ones began some 60 µs late.
 
     Args:
         device: a GPU.
@@ -37,7 +43,7 @@ class CudaRecorder:
         self._device = device.index
         self._generator = torch.cuda.default_generators[self._device]
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = _stream(self._device)
         self._steps: list[Callable[[], None]] = []
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(self._stream):
@@ -68,6 +74,17 @@ class CudaRecorder:
         self._steps.append(partial(action, *map(_unowned, tensors)))
         self._begin()
 
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """On the stream of recordings; what the current one is told next waits for that."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
+
     def _abandon(self, sound: torch.Generator) -> None:
         """Leave the device as if nothing had been recorded."""
         with suppress(RuntimeError):  # that what was recorded is no graph says nothing of why
@@ -88,6 +105,18 @@ class CudaRecorder:
             self._graph.capture_end()
         if not any("graph is empty" in str(warning.message).lower() for warning in said):
             self._steps.append(self._graph.replay)
+
+
+@cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """The stream of recordings. For each that they see, libraries keep work space: here not in a recorder's pool."""
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        x = torch.zeros(32, 32, device=f"cuda:{device}")
+        torch.addmm(x[0], x, x)
+        torch.mm(x, x)
+    stream.synchronize()
+    return stream
 
 
 @contextmanager
