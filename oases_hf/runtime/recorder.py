@@ -109,12 +109,11 @@ class CudaRecorder:
 
 @cache
 def _stream(device: int) -> torch.cuda.Stream:
-    """The stream of recordings. For each that they see, libraries keep work space: here not in a recorder's pool."""
+    """The stream of recordings. For each, and each thread, libraries keep work space: here not in a recorder's pool."""
     stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        x = torch.zeros(32, 32, device=f"cuda:{device}")
-        torch.addmm(x[0], x, x)
-        torch.mm(x, x)
+    with torch.cuda.stream(stream), torch.enable_grad():
+        x = torch.zeros(32, 32, device=f"cuda:{device}", requires_grad=True)
+        (torch.addmm(x[0], x, x) + torch.mm(x, x)).sum().backward()
     stream.synchronize()
     return stream
 
