@@ -59,7 +59,15 @@ def check_every_schedule(tmp_size: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("world", "tmp_size"), [(1, 1), (2, 2), pytest.param(3, 3, marks=pytest.mark.slow), (4, 4), (2, 1), (4, 2)]
+    ("world", "tmp_size"),
+    [
+        (1, 1),
+        (2, 2),
+        pytest.param(3, 3, marks=pytest.mark.slow),
+        (4, 4),
+        (2, 1),
+        pytest.param(4, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_gradients_of_every_schedule_and_split(ranks: Worlds, world: int, tmp_size: int) -> None:
     compared = ranks(world).run(check_every_schedule, tmp_size, timeout_s=240)

@@ -118,7 +118,7 @@ def check_every_schedule(degrees: tuple[int, ...]) -> int:
 @pytest.mark.parametrize(
     "degrees",
     [
-        pytest.param(degrees, id=name, marks=[] if name in ("mixed", "replicas") else pytest.mark.slow)
+        pytest.param(degrees, id=name, marks=[] if name == "replicas" else pytest.mark.slow)
         for name, degrees in DEGREES.items()
     ],
 )

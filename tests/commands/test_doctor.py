@@ -193,6 +193,7 @@ def test_the_gain_for_a_model(gpt2: Path, tmp_path: Path) -> None:
     assert re.fullmatch(expected, done.stdout), done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_model_that_cannot_be_read() -> None:
     done = run_launcher([*DOCTOR, "/nowhere/model", *WORK])

@@ -115,7 +115,7 @@ def test_no_thread_of_a_process_group_outlives_training(tmp_path: Path) -> None:
         assert process.stdout.splitlines()[-1] == "False []"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_saving_alone_ends_when_the_others_have(tmp_path: Path, rank: int) -> None:
     """Case 8, in a script: the other rank is through with it."""
     process = launch(2, [script(tmp_path, SAVING_ALONE), str(rank)])[rank]
@@ -197,7 +197,7 @@ trainer.train()
 """
 
 
-@pytest.mark.parametrize("how", ["waiting", "stuck"])
+@pytest.mark.parametrize("how", [pytest.param("waiting", marks=pytest.mark.slow), "stuck"])
 def test_all_ranks_end_when_one_is_killed(tmp_path: Path, how: str) -> None:
     done = launch(3, [script(tmp_path, KILLED), "1", how])
     assert seconds_since_it_raised(done[1].stdout) < LIMIT_S

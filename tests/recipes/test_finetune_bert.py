@@ -46,6 +46,7 @@ def test_learns_and_exports_what_one_process_reloads(tokenizer: PreTrainedTokeni
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 @pytest.mark.dist
 def test_real_weights_learn_the_same_on_one_and_two_ranks(tmp_path: Path) -> None:
     """To the last sample after 30 steps, without dropout."""

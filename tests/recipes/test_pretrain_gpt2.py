@@ -36,7 +36,10 @@ def test_rows_are_cut_out_of_the_running_text(texts: list[str]) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("launcher", "options"), [LAUNCHERS[0], LAUNCHERS[-1]])
+@pytest.mark.parametrize(
+    ("launcher", "options"),
+    [LAUNCHERS[0], pytest.param(*LAUNCHERS[-1].values, id=LAUNCHERS[-1].id, marks=pytest.mark.slow)],
+)
 def test_learns_and_exports_what_one_process_reloads(
     launcher: Sequence[str], options: Sequence[str], texts: list[str], tmp_path: Path
 ) -> None:
