@@ -64,10 +64,11 @@ class Recorder:
     Attributes:
         recordings: that were made.
         replays: of all of them.
+        outsides: actions that are no part of any graph, and end one.
     """
 
     def __init__(self) -> None:
-        self.recordings = self.replays = 0
+        self.recordings = self.replays = self.outsides = 0
         self._replaying = False
         self._recorded = Recorded()
 
@@ -81,6 +82,7 @@ class Recorder:
 
     def outside(self, action: Callable[..., None], *tensors: Tensor) -> None:
         self._recorded.steps.append(partial(action, *tensors))
+        self.outsides += 1
 
     @contextmanager
     def replaying(self) -> Iterator[None]:

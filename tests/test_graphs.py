@@ -133,6 +133,16 @@ def test_collectives_are_counted_alike(ranks: Worlds) -> None:
         assert len(set(counts)) == 1
 
 
+def interruptions(tmp_size: int) -> int:
+    return warmed(tmp_size)[2].outsides
+
+
+def test_graphs_end_only_where_others_take_part(ranks: Worlds) -> None:
+    """One rank's passes are a graph each; two begin and await an all-reduce for each block, sub-batch and pass."""
+    assert ranks(1).run(interruptions, 1) == [0]
+    assert ranks(2).run(interruptions, 2) == [2 * (4 * 2 * 2)] * 2
+
+
 def two_forwards_before_a_backward() -> int:
     model, state, recorder = warmed(2)
     model.zero_grad()

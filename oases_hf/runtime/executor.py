@@ -248,10 +248,13 @@ class Run:
             axis, part = self._rows.between[collective.block], stream[key].contiguous()
             self._flights.start(collective, axis.start_gather_rows, part, axis.whole_rows(part))
             return
-        share, link = self._partials.pop(collective).contiguous(), self._blocks[collective.block].link
+        share, link = self._partials.pop(collective), self._blocks[collective.block].link
+        if link.axis.size == 1:
+            self._flights.ground(collective, share)
+            return
         sent_as = link.sent_as(share.dtype) if self._ready.schedule.backward else share.dtype
         needed = (collective.block, collective.sub_batch) in self._graphs  # backward may still need what was computed
-        self._flights.start(collective, link.start_all_reduce, share.to(sent_as, copy=needed))
+        self._flights.start(collective, link.start_all_reduce, share.contiguous().to(sent_as, copy=needed))
 
     def _reduce(self, block: int) -> None:
         if self.reducing:

@@ -25,15 +25,24 @@ class Flights:
         self._wait, self._outside = wait, outside
         self._tensors: dict[Collective, tuple[Tensor, ...]] = {}
         self._pending: dict[Collective, Pending] = {}
+        self._grounded: set[Collective] = set()
 
     def start(self, collective: Collective, begin: Callable[..., Pending], *tensors: Tensor) -> None:
         """Begin a collective on tensors, of which the last one becomes its result."""
         self._tensors[collective] = tensors
         self._outside(partial(self._begin, collective, begin), *tensors)
 
+    def ground(self, collective: Collective, tensor: Tensor) -> None:
+        """Take a tensor for the result of a collective in which nobody else takes part."""
+        self._tensors[collective] = (tensor,)
+        self._grounded.add(collective)
+
     def land(self, collective: Collective) -> Tensor:
         """Wait for a collective; returns its result."""
-        self._outside(partial(self._end, collective))
+        if collective in self._grounded:
+            self._grounded.remove(collective)
+        else:
+            self._outside(partial(self._end, collective))
         return self._tensors.pop(collective)[-1]
 
     def _begin(self, collective: Collective, begin: Callable[..., Pending], *tensors: Tensor) -> None:
