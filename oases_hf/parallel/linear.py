@@ -103,9 +103,8 @@ def _autocast(tensor: Tensor) -> Tensor:
 
 def _plain(parameter: nn.Parameter) -> bool:
     """Whether autograd would do no more with a parameter's gradient than add it to what is there."""
-    if not (parameter.requires_grad and parameter.is_leaf) or hooked(parameter):
-        return False
-    return bool(getattr(parameter, "grad_dtype", parameter.dtype) == parameter.dtype)
+    alone = parameter.requires_grad and parameter.is_leaf and not hooked(parameter)
+    return alone and parameter.grad_dtype == parameter.dtype
 
 
 def hooked(parameter: nn.Parameter) -> bool:
