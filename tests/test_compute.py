@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from oases_hf.parallel.autograd import apply
+from oases_hf.plan import Recompute
 
 from .parallel import parallel
 from .ranks import Worlds
@@ -81,3 +85,56 @@ def operations() -> tuple[int, int, int]:
 def test_recompute_spares_what_backward_does_not_need(ranks: Worlds) -> None:
     ((bare, checkpointed, ours),) = ranks(1).run(operations)
     assert bare < ours < checkpointed, "HF recomputes the output projection of attention, to go on from it"
+
+
+class Kept(torch.autograd.Function):
+    """Identity whose backward takes what it returned."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return the same in memory of its own."""
+        y = x.clone()
+        ctx.save_for_backward(y)
+        ctx.total = y.sum()
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """Return the gradient, once the result was seen to be there still."""
+        (y,) = ctx.saved_tensors
+        assert torch.equal(y.sum(), ctx.total), "what backward takes was changed"
+        return grads[0]
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies of a sub-batch of the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        copies: bool = func in (_ATEN.clone.default, _ATEN._to_copy.default, _ATEN.copy_.default)
+        self.count += int(copies and args[0].numel() == ROWS // 2 * SEQ * HIDDEN)
+        return func(*args, **(kwargs or {}))
+
+
+def copies_in_forward(kept: bool) -> int:
+    """Where nothing is recomputed, with or without blocks that keep what they returned; backward runs, too."""
+    model: Any = tiny_llama(layers=LAYERS, hidden=HIDDEN, ffn=HIDDEN + 8).train()
+    nothing: Recompute = "none"
+    parallel(model, 2, recompute=[nothing] * 2 * LAYERS)
+    if kept:
+        for layer in model.model.layers:
+            layer.mlp.forward = partial(lambda own, x: apply(Kept, own(x)), layer.mlp.forward)
+    with Copies() as copies:
+        loss = model(**batch(ROWS, SEQ)).loss
+    loss.backward()
+    count: int = copies.count
+    return count
+
+
+def test_an_output_is_copied_before_its_sum_only_where_backward_takes_it(ranks: Worlds) -> None:
+    bare, kept = (ranks(2).run(copies_in_forward, how) for how in (False, True))
+    assert bare == [0, 0]
+    assert kept == [2 * 2 * LAYERS] * 2, "the function's own, and that for the sum, of two sub-batches"

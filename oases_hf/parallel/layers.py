@@ -70,9 +70,10 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Token ids ``[B, S]`` to ``[B, S, H]``."""
-        outside = (input < self.span.lo) | (input >= self.span.hi)
-        x = super().forward((input - self.span.lo).masked_fill(outside, 0))
-        return apply(ReduceFromGroup, x.masked_fill(outside.unsqueeze(-1), 0.0), self.link.axis)
+        wanted = input - self.span.lo
+        held = wanted.clamp(0, self.span.size - 1)
+        x = super().forward(held).masked_fill((wanted != held).unsqueeze(-1), 0.0)
+        return apply(ReduceFromGroup, x, self.link.axis)
 
 
 class VocabParallelHead(nn.Linear):

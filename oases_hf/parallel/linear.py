@@ -107,7 +107,7 @@ def _plain(parameter: nn.Parameter) -> bool:
     return alone and parameter.grad_dtype == parameter.dtype
 
 
-def hooked(parameter: nn.Parameter) -> bool:
+def hooked(parameter: Tensor) -> bool:
     """Whether somebody wants to see this parameter's gradient come out of autograd."""
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 

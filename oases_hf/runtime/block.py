@@ -64,15 +64,28 @@ class Block:
         return leaf.grad
 
 
+SAVE_NO_RESULT = ("_LinearBackward", "AddBackward0", "MulBackward0", "NativeDropoutBackward0")
+"""Nodes of autograd, of those that blocks end in, whose backward takes nothing of what they returned."""
+
+
 @dataclass
 class Graph:
-    """A block ready for backward: its input, and of its outputs, by piece, where gradients enter, and their type.
+    """A block ready for backward.
 
-    The outputs themselves need not be kept.
+    Attributes:
+        leaf: its input.
+        outputs: by piece, where gradients enter, and their type. The outputs themselves need not be kept.
+        saved: backward may take an output, which must stay as it is.
     """
 
     leaf: Tensor
     outputs: dict[int, tuple[GradientEdge, torch.dtype]] = field(default_factory=dict)
+    saved: bool = False
+
+    def add(self, piece: int, output: Tensor) -> None:
+        """Note a piece of the output."""
+        self.outputs[piece] = torch.autograd.graph.get_gradient_edge(output), output.dtype
+        self.saved |= type(output.grad_fn).__name__ not in SAVE_NO_RESULT
 
 
 @dataclass

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..schedule import Ready
+
+Context = Mapping[str, Any]
+"""The arguments of a layer beside the hidden state, by name."""
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def contexts_of(calls: Sequence[Arguments], positional: Sequence[str], left_out: str) -> list[Context]:
+    """What each layer is called with: one and the same mapping where the very same is given, as mostly to all.
+
+    Args:
+        calls: positional and named arguments of each layer.
+        positional: names of the former.
+        left_out: the name of what is not of layers.
+    """
+    known: dict[Hashable, Context] = {}
+    found = []
+    for args, kwargs in calls:
+        context = {**dict(zip(positional, args, strict=False)), **kwargs}
+        context.pop(left_out, None)
+        found.append(known.setdefault(tuple((name, id(value)) for name, value in context.items()), context))
+    return found
+
+
+def distinct(contexts: Sequence[Context]) -> list[Context]:
+    """Each mapping once."""
+    return list({id(context): context for context in contexts}.values())
 
 
 @dataclass(frozen=True)
@@ -27,12 +53,7 @@ class Call:
 
     layers: Sequence[nn.Module]
     hidden: Tensor
-    contexts: Sequence[Mapping[str, Any]]
+    contexts: Sequence[Context]
     ready: Ready
     training: bool
     number: int
-
-    @cached_property
-    def modules(self) -> Sequence[nn.Module]:
-        """All in its layers: to walk through them takes as long as to record some of their kernels."""
-        return [module for layer in self.layers for module in layer.modules()]

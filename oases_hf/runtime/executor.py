@@ -215,8 +215,7 @@ class Run:
         """Keep a piece of a block's output: for its all-reduce, and for backward."""
         self._made_in[collective.block] = share.dtype
         if share.requires_grad:
-            graph = self._graphs[collective.block, collective.sub_batch]
-            graph.outputs[collective.piece] = torch.autograd.graph.get_gradient_edge(share), share.dtype
+            self._graphs[collective.block, collective.sub_batch].add(collective.piece, share)
         if collective in self._ready.sent:
             self._partials[collective] = share.detach()
 
@@ -253,8 +252,9 @@ class Run:
             self._flights.ground(collective, share)
             return
         sent_as = link.sent_as(share.dtype) if self._ready.schedule.backward else share.dtype
-        needed = (collective.block, collective.sub_batch) in self._graphs  # backward may still need what was computed
-        self._flights.start(collective, link.start_all_reduce, share.contiguous().to(sent_as, copy=needed))
+        graph = self._graphs.get((collective.block, collective.sub_batch))
+        saved = graph is not None and graph.saved
+        self._flights.start(collective, link.start_all_reduce, share.contiguous().to(sent_as, copy=saved))
 
     def _reduce(self, block: int) -> None:
         if self.reducing:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..parallel.actions import Outside, at_once
 from ..schedule import Instruction, ReduceGrads
-from .call import Call
+from .call import Call, distinct
 from .executor import Run
 from .recorder import Recorder, Steps
 from .signature import signature, tensors_of, with_tensors
@@ -176,6 +176,9 @@ class Graphs:
             make: makes runs.
             say: tells the user something, once.
             alone: no other forward waits for its backward.
+
+        Raises:
+            UnrecordableError: the call cannot be recorded.
         """
         key = signature(call)
         recording = self._recordings.get(key)
@@ -188,7 +191,7 @@ class Graphs:
         if last is not None and last.waiting:
             say("a forward came before the backward of the one before: its kernels are launched one by one")
             return make(call, at_once)
-        replayed = Replayed(recording, tensors_of([call.hidden, call.contexts]), call.number)
+        replayed = Replayed(recording, tensors_of([call.hidden, distinct(call.contexts)]), call.number)
         self._last = weakref.ref(replayed)
         return replayed
 
@@ -227,7 +230,7 @@ class Graphs:
     def _record_both(self, call: Call, make: Make) -> Recording:
         recorder = self._recorder(call.hidden.device)
         assert recorder is not None, "asked before"
-        inputs = tensors_of([call.hidden, call.contexts])
+        inputs = tensors_of([call.hidden, distinct(call.contexts)])
         own = [tensor.detach().clone() for tensor in inputs]
         replaced = {id(given): mine for given, mine in zip(inputs, own, strict=True)}
         contexts = with_tensors(call.contexts, lambda tensor: replaced[id(tensor)])

@@ -13,7 +13,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from .stack import Arguments, Stack
+from .call import Arguments
+from .stack import Stack
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -10,40 +11,42 @@ from torch import Tensor, nn
 
 from ..parallel.linear import hooked
 from .block import Autocast
-from .call import Call
+from .call import Call, distinct
+
+_HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def unrecordable(call: Call) -> str | None:
-    """What keeps a call from being recorded; None when nothing does."""
-    if torch.is_anomaly_enabled() or torch._C._len_torch_dispatch_stack():
-        return "somebody watches operators"
-    parameters = (p for module in call.modules for p in module._parameters.values() if p is not None)
-    if any(map(is_hooked, call.modules)) or any(map(hooked, parameters)):
-        return "hooks inside a layer"
-    for name, value in (item for context in call.contexts for item in context.items()):
-        for leaf in _leaves(value):
-            if torch.is_tensor(leaf):
-                if leaf.device != call.hidden.device or leaf.requires_grad:
-                    return f"{name}, a tensor on {leaf.device}{' that requires a gradient' * leaf.requires_grad}"
-            elif leaf is not None and not isinstance(leaf, bool | int | float | str):
-                return f"{name} of type {type(leaf).__name__}"
-    return None
+class UnrecordableError(Exception):
+    """What keeps a call from being recorded."""
 
 
 def signature(call: Call) -> Hashable:
     """Of two calls with equal ones, a recording of one serves the other.
 
     Whoever changes what a layer computes by other means (an attribute, its configuration) changes nothing of it.
+
+    Raises:
+        UnrecordableError: the call cannot be recorded.
     """
-    state = tuple(map(_state, call.modules))
+    if torch.is_anomaly_enabled() or torch._C._len_torch_dispatch_stack():
+        raise UnrecordableError("somebody watches operators")
+    for name, value in (item for context in distinct(call.contexts) for item in context.items()):
+        for leaf in _leaves(value):
+            if torch.is_tensor(leaf):
+                if leaf.device != call.hidden.device or leaf.requires_grad:
+                    raise UnrecordableError(
+                        f"{name}, a tensor on {leaf.device}{' that requires a gradient' * leaf.requires_grad}"
+                    )
+            elif leaf is not None and not isinstance(leaf, bool | int | float | str):
+                raise UnrecordableError(f"{name} of type {type(leaf).__name__}")
     inputs = _form([call.hidden, call.contexts], {})
     # Schedules are cached, so their identity stays.
-    return id(call.ready), call.training, inputs, Autocast.of(call.hidden.device.type), state
+    return id(call.ready), call.training, inputs, Autocast.of(call.hidden.device.type), _state(call.layers)
 
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether somebody watches a module's calls; HF's own captures are asked for, and stay when they were."""
-    kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    kinds = _HOOKS(module)
     return any(kinds) and any(
         getattr(hook, "__module__", "") != "transformers.utils.output_capturing"
         for hooks in kinds
@@ -56,10 +59,28 @@ def hooks_inside(layers: Sequence[nn.Module]) -> bool:
     return any(is_hooked(module) for layer in layers for module in layer.modules())
 
 
-def _state(module: nn.Module) -> Hashable:
-    """Where the tensors of a module are, which of them train, and whether it does."""
-    held = (tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None)
-    return module.training, *((t.data_ptr(), t.dtype, t.requires_grad) for t in held)
+def _state(layers: Sequence[nn.Module]) -> Hashable:
+    """Where the tensors of all modules are, which of them train, and which modules do; UnrecordableError on hooks.
+
+    One walk, and no more than it takes: a GPU has nothing to do meanwhile.
+    """
+    state: list[Hashable] = []
+    note, waiting = state.append, list(layers)
+    while waiting:
+        module = waiting.pop()
+        waiting += filter(None, module._modules.values())
+        if is_hooked(module):
+            raise UnrecordableError("hooks inside a layer")
+        note(module.training)
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is None:
+                continue
+            if hooked(tensor):
+                raise UnrecordableError("hooks inside a layer")
+            note(tensor.data_ptr())
+            note(tensor.dtype)
+            note(tensor.requires_grad)
+    return tuple(state)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -88,10 +109,13 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _form(value: Any, numbers: dict[int, int]) -> Hashable:
-    """Of tensors, all but their values, and which of them are the same one."""
-    if torch.is_tensor(value):
-        number = numbers.setdefault(id(value), len(numbers))
-        return number, value.shape, value.stride(), value.dtype, value.device
+    """Of tensors, all but their values; which tensors and mappings are the same one as others."""
+    if isinstance(value, torch.Tensor | Mapping):
+        if (number := numbers.get(id(value))) is not None:
+            return number
+        numbers[id(value)] = len(numbers)
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, Mapping):
         return tuple((name, _form(item, numbers)) for name, item in value.items())
     if isinstance(value, tuple | list):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-Context = Mapping[str, Any]
+from .call import Context
 
 
 def unsplittable(contexts: Sequence[Context], per_sample: Sequence[str]) -> str | None:

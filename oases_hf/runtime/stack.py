@@ -26,21 +26,19 @@ from ..parallel.mesh import Mesh
 from ..parallel.rng import DropoutSeeds, Masks, seed_of, seeded
 from ..schedule import Instruction, Ready, Step, plan_step
 from .block import Block, Rows
-from .call import Call
+from .call import Arguments, Call, Context, contexts_of, distinct
 from .compiled import Compiled
 from .executor import Run
 from .graphs import Graphs, Replayed
 from .node import run_recorded
-from .signature import is_hooked, unrecordable
-from .splitting import Context, Share, parts_of, unsplittable
+from .signature import UnrecordableError, is_hooked
+from .splitting import Share, parts_of, unsplittable
 from .watch import Wait, Watch, just_wait, unwatched
 
 log = logging.getLogger(__name__)
 
 OF_LOSS = "num_items_in_batch"
 """What HF hands down to layers, though it is of the loss; it changes at every batch."""
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -137,9 +135,7 @@ class Stack:
 
     def run(self, layers: Sequence[nn.Module], hidden: Tensor, calls: Sequence[Arguments]) -> Tensor:
         """Run all layers on ``hidden``, ``[B, S, H]``, with the arguments that HF's loop gave each of them."""
-        contexts = [{**dict(zip(self.positional, args, strict=False)), **kwargs} for args, kwargs in calls]
-        for context in contexts:
-            context.pop(OF_LOSS, None)
+        contexts = contexts_of(calls, self.positional, OF_LOSS)
         if any(contexts[0].get(name) is not None for name in self.cache):
             if torch.is_grad_enabled():
                 self.gradients.not_early()
@@ -159,14 +155,17 @@ class Stack:
     def _make(self, call: Call, outside: Outside) -> Run:
         """A run of its layers."""
         ready = call.ready
-        parts = [self._parts(context, len(call.hidden), ready.schedule.sub_batches) for context in call.contexts]
+        parts = {
+            id(context): self._parts(context, len(call.hidden), ready.schedule.sub_batches)
+            for context in distinct(call.contexts)
+        }
         compiled = self._compiled(call.layers, call.training)
         run = compiled or _as_it_is
         blocks = [
             Block(
                 f"{self.path}.{i}.{block.name}",
                 link,
-                partial(_partial, run(block.run, link.axis.size), layer, parts[i][link.replicas]),
+                partial(_partial, run(block.run, link.axis.size), layer, parts[id(call.contexts[i])][link.replicas]),
                 parameters,
                 None if block.norm is None else layer.get_submodule(block.norm),
                 block.norm_of_sum,
@@ -190,13 +189,13 @@ class Stack:
         """A recording of such a forward and its backward where there can be one, or else a run."""
         if self.graphs is None or not self.graphs.on(call.hidden.device) or self.watch is not unwatched:
             return self._make(call, at_once)
-        why_not = unrecordable(call)
-        if self.gradients.eager:
-            why_not = "shard_optimizer='reduce' frees gradients"
-        if why_not is not None:
-            self._say(f"{why_not}: kernels are launched one by one, not as a CUDA graph")
+        try:
+            if self.gradients.eager:
+                raise UnrecordableError("shard_optimizer='reduce' frees gradients")
+            return self.graphs.run(call, self._make, self._say, alone=not self._live)
+        except UnrecordableError as odd:
+            self._say(f"{odd}: kernels are launched one by one, not as a CUDA graph")
             return self._make(call, at_once)
-        return self.graphs.run(call, self._make, self._say, alone=not self._live)
 
     def _walk(self, layers: Sequence[nn.Module]) -> Iterator[tuple[int, nn.Module, LayerBlock]]:
         for i, layer in enumerate(layers):
@@ -243,9 +242,9 @@ class Stack:
             self.graphs.attach()
         return (ready.early if self.reduce_now and not self._live else ready.schedule).backward
 
-    def _split_count(self, hidden: Tensor, contexts: Sequence[Mapping[str, Any]]) -> int:
+    def _split_count(self, hidden: Tensor, contexts: Sequence[Context]) -> int:
         batch = hidden.shape[0]
-        odd = unsplittable(contexts, self.per_sample)
+        odd = unsplittable(distinct(contexts), self.per_sample)
         if odd is not None and self._rows.multiple > 1:
             raise UnsupportedModelError(
                 f"{odd} cannot be split by rows, which replicas of blocks of a degree below tmp_size="

@@ -132,13 +132,16 @@ def profiled(
     return costs, describe(model), mesh
 
 
-def measure(options: argparse.Namespace, plugin: OasesPlugin, memory_gib: float = math.inf) -> Measured:
+def measure(
+    options: argparse.Namespace, plugin: OasesPlugin, memory_gib: float = math.inf, max_grad_norm: float | None = None
+) -> Measured:
     """Optimizer steps as ``plugin`` says: ``options.steps`` of them, behind one that warms up.
 
     Args:
         options: sizes, precision, accumulation and steps.
         plugin: converts the model.
         memory_gib: that a rank may use, once the model is converted.
+        max_grad_norm: gradients are clipped to this norm.
     """
     accelerator = accelerator_of(options)
     device = device_of(accelerator)
@@ -155,6 +158,8 @@ def measure(options: argparse.Namespace, plugin: OasesPlugin, memory_gib: float 
         for micro in range(micro_batches):
             accelerator.gradient_state._set_sync_gradients(micro == micro_batches - 1)
             accelerator.backward(model(input_ids=tokens, labels=tokens).loss / options.accumulation)
+        if max_grad_norm is not None:
+            accelerator.clip_grad_norm_(model.parameters(), max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         if gpu:

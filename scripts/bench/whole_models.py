@@ -118,7 +118,7 @@ def row(job: Job, task: Task, world: World) -> Row:
 
 
 def _bare_loop(job: Job, task: Task, world: World) -> Row:
-    """Train by our schedule through Accelerate alone; unlike Trainer, that clips no gradients."""
+    """Train by our schedule through Accelerate alone; gradients are clipped as Trainer does unless told."""
     shape, entry = task.shape, task.entry
     options = argparse.Namespace(
         **asdict(shape),
@@ -131,7 +131,7 @@ def _bare_loop(job: Job, task: Task, world: World) -> Row:
     )
     plugin = OasesPlugin(schedule=entry.name, recompute=entry.recompute)
     with redirect_stdout(sys.stderr):
-        found = measure(options, plugin, job.memory_gib)
+        found = measure(options, plugin, job.memory_gib, TrainingArguments.max_grad_norm)
     return Row(
         entry.name,
         "Accelerate alone",
