@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,6 +19,7 @@ from oases_hf.errors import BackwardError
 from oases_hf.integrations.optimizers import watch_steps
 from oases_hf.models.converted import Converted, converted
 from oases_hf.owners import Held, deal
+from oases_hf.parallel.mesh import DONE, Axis, Pending
 from oases_hf.plan import Recompute, ShardOptimizer
 
 from .families import FAMILIES
@@ -259,6 +261,28 @@ def add_to(parameter: nn.Parameter) -> None:
 def test_gradients_that_come_too_late_are_refused(ranks: Worlds, how: ShardOptimizer) -> None:
     for said in ranks(4).run(late_term, how):
         assert said.startswith("a gradient changed after its reduction over other ranks had started")
+
+
+def summed_by_operators(wanted: dict[str, Tensor]) -> None:
+    """On a rank: a step whose sums are written as gloo writes them on GPUs: later, by operators, which are changes."""
+    own, begun = Axis.start_all_reduce, list[Tensor]()
+
+    def start_all_reduce(axis: Axis, tensor: Tensor, *args: Any) -> Pending:
+        own(axis, tensor, *args).wait()
+        for earlier in begun:
+            earlier.copy_(earlier.clone())
+        begun.append(tensor.detach())
+        return DONE
+
+    model = tiny_llama(layers=2)
+    owned_model(model, 4, (2,) * 4, "off")
+    with mock.patch.object(Axis, "start_all_reduce", start_all_reduce):
+        micro_batch(model, batch(4, 12), 1.0, last=True)
+    assert_gradients(full_gradients(model), wanted)
+
+
+def test_a_sum_that_a_backend_writes_by_operators_is_no_change(ranks: Worlds) -> None:
+    ranks(4).run(summed_by_operators, reference(tiny_llama(layers=2), [batch(4, 12)], steps=1).gradients)
 
 
 def test_dealing() -> None:

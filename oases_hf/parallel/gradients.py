@@ -117,7 +117,8 @@ class GradientSync:
             if has_owner:
                 owned.append(parameter)
             else:
-                self._pending.append((axis.start_all_reduce(grad), {parameter: grad._version}))
+                # Of .data, versions count apart: gloo writes what it sums on GPUs by an operator.
+                self._pending.append((axis.start_all_reduce(grad.data), {parameter: grad._version}))
         for exchange in self.ownership.start_sums(owned):
             self._pending.append((exchange, {parameter: _version(parameter) for parameter in exchange.parameters}))
 
