@@ -9,6 +9,7 @@ owners; those of a block start as soon as its backward is done, when the executo
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import reduce
 
@@ -197,12 +198,13 @@ class GradientSync:
         # A rank that owns nothing has no gradient to tell the type by.
         dtype = reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
         total = torch.zeros((), dtype=dtype, device=parameters[0].device)
-        held = [(p.grad, self._gradients_of(p)) for p in parameters if p.grad is not None]
-        if held:
-            each = torch._foreach_norm([grad for grad, _ in held], norm_type)
-            norms = torch.stack([norm.to(dtype) for norm in each])
-            counts = torch.tensor([n for _, n in held], dtype=dtype, device=norms.device)
-            total = norms.max() if norm_type == torch.inf else (norms**norm_type / counts).sum()
+        held: defaultdict[int, list[Tensor]] = defaultdict(list)  # by how many ranks have the same
+        for parameter in parameters:
+            if parameter.grad is not None:
+                held[self._gradients_of(parameter)].append(parameter.grad)
+        for ranks, grads in held.items():
+            norms = torch.stack(torch._foreach_norm(grads, norm_type, dtype=dtype))
+            total = total.maximum(norms.max()) if norm_type == torch.inf else total + (norms**norm_type).sum() / ranks
         if norm_type == torch.inf:
             return self.mesh.world.all_reduce(total, dist.ReduceOp.MAX)
         return self.mesh.world.all_reduce(total) ** (1.0 / norm_type)
