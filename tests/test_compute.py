@@ -138,3 +138,28 @@ def test_an_output_is_copied_before_its_sum_only_where_backward_takes_it(ranks: 
     bare, kept = (ranks(2).run(copies_in_forward, how) for how in (False, True))
     assert bare == [0, 0]
     assert kept == [2 * 2 * LAYERS] * 2, "the function's own, and that for the sum, of two sub-batches"
+
+
+def held_by_hooks(recompute: Recompute) -> list[bool]:
+    """Whether what hooks inside layers are given is as it was when the step is over, in forward and backward."""
+    model: Any = tiny_llama(layers=LAYERS, hidden=HIDDEN).train()
+    parallel(model, 2, recompute=[recompute] * 2 * LAYERS)
+    held: list[tuple[Tensor, Tensor]] = []
+
+    def hold(module: Any, *given: Any) -> None:
+        tensors = [each for value in given for each in (value if isinstance(value, tuple) else (value,))]
+        held.extend((each, each.clone()) for each in tensors if isinstance(each, Tensor))
+
+    for layer in model.model.layers:
+        for module in (layer.mlp, layer.mlp.down_proj, layer.input_layernorm):
+            module.register_forward_hook(hold)
+            module.register_full_backward_hook(hold)
+    model(**batch(ROWS, SEQ)).loss.backward()
+    return [torch.equal(each, as_it_was) for each, as_it_was in held]
+
+
+@pytest.mark.parametrize("recompute", ["full", "none"])
+def test_what_hooks_are_given_stays_as_it_is(ranks: Worlds, recompute: Recompute) -> None:
+    for found in ranks(2).run(held_by_hooks, recompute):
+        assert len(found) > 8 * LAYERS
+        assert all(found), found

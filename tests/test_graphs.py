@@ -12,6 +12,7 @@ import torch
 from oases_hf import convert as converting
 from oases_hf.models.converted import Converted
 from oases_hf.plan import SCHEDULE_NAMES, ScheduleName
+from oases_hf.runtime import splitting
 from oases_hf.runtime.graphs import KEPT, WARM
 
 from .families import FAMILIES
@@ -116,6 +117,26 @@ def new_batches_each_step(name: str, degrees: list[int]) -> None:
 @pytest.mark.parametrize("name", ["bert", "llama"])
 def test_inputs_are_of_the_batch(ranks: Worlds, name: str, degrees: list[int]) -> None:
     ranks(2).run(new_batches_each_step, name, degrees)
+
+
+def parts_made(layers: int) -> list[int]:
+    """How often arguments are split in each step."""
+    model: Any = tiny_llama(layers=layers).train()
+    made = []
+    with mock.patch.object(converting, "cuda_recorder", return_value=Recorder()):
+        parallel(model, 2, degrees=[1, 2] * layers)
+    for seed in range(WARM + 2):
+        with mock.patch.object(splitting, "_part", wraps=splitting._part) as part:
+            one_step(model, [batch(5, SEQ, padded=True, seed=seed)])
+        made.append(part.call_count)
+    return made
+
+
+def test_arguments_that_layers_share_are_split_once(ranks: Worlds) -> None:
+    """Also in what is recorded, which does it at every replay."""
+    ((few, _), (many, _)) = (ranks(2).run(parts_made, layers) for layers in (2, 4))
+    assert few == many
+    assert few == [few[0]] * (WARM + 1) + [0]
 
 
 def counted() -> list[tuple[int, int]]:

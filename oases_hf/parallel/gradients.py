@@ -196,7 +196,7 @@ class GradientSync:
         if not parameters:
             return torch.tensor(0.0)
         # A rank that owns nothing has no gradient to tell the type by.
-        dtype = reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
+        dtype = reduce(torch.promote_types, (p.grad_dtype or p.dtype for p in parameters), torch.float32)
         total = torch.zeros((), dtype=dtype, device=parameters[0].device)
         held: defaultdict[int, list[Tensor]] = defaultdict(list)  # by how many ranks have the same
         for parameter in parameters:

@@ -29,6 +29,7 @@ class Block:
         norm: what the reduced output goes through; None when it is just added to the stream.
         norm_of_sum: the norm is of the stream and the output together, not of the output alone.
         compiled: ``partial`` may only be called to stop before the projections.
+        hooked: somebody may hold what its modules return, or their gradients.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Block:
     norm: Callable[[Tensor], Tensor] | None = None
     norm_of_sum: bool = False
     compiled: bool = False
+    hooked: bool = False
 
     def join(self, hidden: Tensor, reduced: Tensor) -> tuple[Tensor, Tensor | None]:
         """The stream behind the block, and what its norm was of, which backward needs."""
@@ -65,7 +67,7 @@ class Block:
 
 
 SAVE_NO_RESULT = ("_LinearBackward", "AddBackward0", "MulBackward0", "NativeDropoutBackward0")
-"""Nodes of autograd, of those that blocks end in, whose backward takes nothing of what they returned."""
+"""Nodes of autograd whose backward takes nothing of what they returned. What ends in another is copied for its sum."""
 
 
 @dataclass

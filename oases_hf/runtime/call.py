@@ -22,7 +22,7 @@ def contexts_of(calls: Sequence[Arguments], positional: Sequence[str], left_out:
     Args:
         calls: positional and named arguments of each layer.
         positional: names of the former.
-        left_out: the name of what is not of layers.
+        left_out: the name of an argument that is dropped.
     """
     known: dict[Hashable, Context] = {}
     found = []

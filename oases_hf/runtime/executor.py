@@ -247,14 +247,15 @@ class Run:
             axis, part = self._rows.between[collective.block], stream[key].contiguous()
             self._flights.start(collective, axis.start_gather_rows, part, axis.whole_rows(part))
             return
-        share, link = self._partials.pop(collective), self._blocks[collective.block].link
+        share, block = self._partials.pop(collective), self._blocks[collective.block]
+        link = block.link
         if link.axis.size == 1:
             self._flights.ground(collective, share)
             return
         sent_as = link.sent_as(share.dtype) if self._ready.schedule.backward else share.dtype
         graph = self._graphs.get((collective.block, collective.sub_batch))
-        saved = graph is not None and graph.saved
-        self._flights.start(collective, link.start_all_reduce, share.contiguous().to(sent_as, copy=saved))
+        held = block.hooked or (graph is not None and graph.saved)
+        self._flights.start(collective, link.start_all_reduce, share.contiguous().to(sent_as, copy=held))
 
     def _reduce(self, block: int) -> None:
         if self.reducing:

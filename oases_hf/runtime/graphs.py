@@ -233,7 +233,8 @@ class Graphs:
         inputs = tensors_of([call.hidden, distinct(call.contexts)])
         own = [tensor.detach().clone() for tensor in inputs]
         replaced = {id(given): mine for given, mine in zip(inputs, own, strict=True)}
-        contexts = with_tensors(call.contexts, lambda tensor: replaced[id(tensor)])
+        owned = {id(each): with_tensors(each, lambda tensor: replaced[id(tensor)]) for each in distinct(call.contexts)}
+        contexts = [owned[id(context)] for context in call.contexts]
         self._buffers.attach(p for p in self._parameters if p.requires_grad)
 
         def forward() -> tuple[Run, Tensor]:

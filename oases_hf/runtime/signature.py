@@ -56,19 +56,23 @@ def is_hooked(module: nn.Module) -> bool:
 
 def hooks_inside(layers: Sequence[nn.Module]) -> bool:
     """Whether somebody watches the calls of modules of some layer."""
-    return any(is_hooked(module) for layer in layers for module in layer.modules())
+    return any(map(is_hooked, _modules(layers)))
+
+
+def _modules(layers: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """All modules of layers; a GPU has nothing to do meanwhile, and nn.Module.modules takes several times as long."""
+    waiting = list(layers)
+    while waiting:
+        module = waiting.pop()
+        waiting += [child for child in module._modules.values() if child is not None]
+        yield module
 
 
 def _state(layers: Sequence[nn.Module]) -> Hashable:
-    """Where the tensors of all modules are, which of them train, and which modules do; UnrecordableError on hooks.
-
-    One walk, and no more than it takes: a GPU has nothing to do meanwhile.
-    """
+    """Where the tensors of all modules are, which of them train, and which modules do; UnrecordableError on hooks."""
     state: list[Hashable] = []
-    note, waiting = state.append, list(layers)
-    while waiting:
-        module = waiting.pop()
-        waiting += filter(None, module._modules.values())
+    note = state.append
+    for module in _modules(layers):
         if is_hooked(module):
             raise UnrecordableError("hooks inside a layer")
         note(module.training)

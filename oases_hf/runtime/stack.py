@@ -31,7 +31,7 @@ from .compiled import Compiled
 from .executor import Run
 from .graphs import Graphs, Replayed
 from .node import run_recorded
-from .signature import UnrecordableError, is_hooked
+from .signature import UnrecordableError, hooks_inside, is_hooked
 from .splitting import Share, parts_of, unsplittable
 from .watch import Wait, Watch, just_wait, unwatched
 
@@ -160,7 +160,7 @@ class Stack:
             for context in distinct(call.contexts)
         }
         compiled = self._compiled(call.layers, call.training)
-        run = compiled or _as_it_is
+        run, hooked = compiled or _as_it_is, hooks_inside(call.layers)
         blocks = [
             Block(
                 f"{self.path}.{i}.{block.name}",
@@ -170,6 +170,7 @@ class Stack:
                 None if block.norm is None else layer.get_submodule(block.norm),
                 block.norm_of_sum,
                 compiled is not None,
+                hooked,
             )
             for (i, layer, block), link, parameters in zip(
                 self._walk(call.layers), self.links, self.block_parameters, strict=True
@@ -195,7 +196,7 @@ class Stack:
             return self.graphs.run(call, self._make, self._say, alone=not self._live)
         except UnrecordableError as odd:
             self._say(f"{odd}: kernels are launched one by one, not as a CUDA graph")
-            return self._make(call, at_once)
+        return self._make(call, at_once)
 
     def _walk(self, layers: Sequence[nn.Module]) -> Iterator[tuple[int, nn.Module, LayerBlock]]:
         for i, layer in enumerate(layers):

@@ -118,7 +118,7 @@ def row(job: Job, task: Task, world: World) -> Row:
 
 
 def _bare_loop(job: Job, task: Task, world: World) -> Row:
-    """Train by our schedule through Accelerate alone; gradients are clipped as Trainer does unless told."""
+    """Train by our schedule through Accelerate alone; gradients are clipped as Trainer does by default."""
     shape, entry = task.shape, task.entry
     options = argparse.Namespace(
         **asdict(shape),
