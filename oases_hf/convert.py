@@ -21,7 +21,7 @@ from .errors import UnsupportedModelError
 from .models import Block, Family, family_of
 from .models.converted import Converted, converted
 from .models.reading import described
-from .models.shard import Placement, Sharder, check_layer, shard_layer
+from .models.shard import Placement, Sharder, check_layer, fuse_norms, shard_layer
 from .models.vocabulary import Vocabulary
 from .parallel.equal import make_batch_equal, make_equal
 from .parallel.gradients import GradientSync
@@ -120,8 +120,9 @@ def _shard(
 ) -> Sharder:
     """Replace the parameters of ``model`` by this rank's parts; returns what knows which those are."""
     make_equal(model, mesh)
-    sharder = Sharder(mesh.tmp.rank)
-    for layer, of_layer in zip(stack_of(model, family), of_layers, strict=True):
+    sharder, layers = Sharder(mesh.tmp.rank), stack_of(model, family)
+    fuse_norms(model, layers[0], family)
+    for layer, of_layer in zip(layers, of_layers, strict=True):
         shard_layer(layer, family, of_layer, sharder)
     vocabulary.shard(sharder)
     sharder.retie(model)

@@ -129,7 +129,8 @@ class Family:
         own_dropouts: paths in the layer of the dropouts on what ranks split, whose masks must differ;
             all other dropouts of a model are on what ranks have in common.
         positional: names of the layer's arguments that the loop passes by position.
-        rms_norms: blocks' entries are RMSNorms that compute as :class:`~oases_hf.parallel.layers.FusedRMSNorm`.
+        rms_norms: blocks' entries, and all norms of their class, are RMSNorms that compute as
+            :class:`~oases_hf.parallel.layers.FusedRMSNorm`.
         refuse: why a config cannot be served although its model_type is; None when it can.
     """
 

@@ -82,6 +82,21 @@ class Placement:
         return self.shares[self.link.axis.rank]
 
 
+def fuse_norms(model: nn.Module, layer: nn.Module, family: Family) -> None:
+    """Let all RMSNorms of ``model``, in its layers and behind them, compute in one kernel, if ``family`` says they can.
+
+    Args:
+        model: of ``family``.
+        layer: one of its layers, which says what class its norms have.
+        family: the declaration.
+    """
+    if family.rms_norms:
+        kind = type(layer.get_submodule(family.blocks[0].entries[0]))
+        for module in model.modules():
+            if type(module) is kind:
+                adopt(module, FusedRMSNorm)
+
+
 def shard_layer(layer: nn.Module, family: Family, placements: Sequence[Placement], sharder: Sharder) -> None:
     """Make one layer parallel, in place: its linears hold a rank's part, its blocks' entries sum gradients.
 
@@ -99,8 +114,6 @@ def shard_layer(layer: nn.Module, family: Family, placements: Sequence[Placement
         for path, split in block.linears.items():
             _shard_linear(layer.get_submodule(path), split, placement, sharder)
         for entry in map(layer.get_submodule, block.entries):
-            if family.rms_norms:
-                adopt(entry, FusedRMSNorm)
             adopt(entry, BlockEntry, link=placement.link)
         if block.join:
             adopt(layer.get_submodule(block.join.norm), JoinNorm, link=placement.link)

@@ -119,9 +119,7 @@ class Vocabulary:
 
     def _masked_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The cross entropy of each labelled token, on local logits ``[B, S, x_V]``; labels ``[B, S]``."""
-        return cross_entropy(
-            logits.float(), labels, self.link.axis, self.spans, self._num_items, smoothing=self.smoothing
-        )
+        return cross_entropy(logits, labels, self.link.axis, self.spans, self._num_items, smoothing=self.smoothing)
 
     def logits(self, local: Tensor) -> Tensor:
         """What the head returns: local logits for the loss, or whole ones when nobody gave labels."""
@@ -144,7 +142,7 @@ class Vocabulary:
         """What HF's ``ForCausalLMLoss`` computes, on local logits ``[B, S, x_V]``; labels ``[B, S]``."""
         shifted = shifted_labels(labels, ignore_index) if shift_labels is None else shift_labels
         return cross_entropy(
-            logits.float(), shifted, self.link.axis, self.spans, num_items_in_batch, ignore_index, self.smoothing
+            logits, shifted, self.link.axis, self.spans, num_items_in_batch, ignore_index, self.smoothing
         )
 
 
