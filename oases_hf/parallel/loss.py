@@ -28,8 +28,8 @@ class _CrossEntropySum(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, labels: Tensor, axis: Axis, span: Span, vocab: int, ignore: int, smoothing: float
     ) -> Tensor:
-        highest = axis.all_reduce(logits.max(-1).values, dist.ReduceOp.MAX)
-        shifted = logits - highest[:, None]
+        highest = axis.all_reduce(logits.max(-1).values.float(), dist.ReduceOp.MAX)
+        shifted = logits - highest[:, None]  # float32, also of logits that are narrower
         mine = (labels >= span.lo) & (labels < span.hi)
         target = (labels - span.lo).clamp(0, span.size - 1)
         at_target = torch.where(mine, shifted.gather(-1, target[:, None])[:, 0], 0.0)
@@ -39,7 +39,7 @@ class _CrossEntropySum(torch.autograd.Function):
         probabilities.div_(sums[0][:, None])
         counted = labels != ignore
         ctx.save_for_backward(probabilities, target, mine & counted, counted)
-        ctx.vocab, ctx.smoothing = vocab, smoothing
+        ctx.dtype, ctx.vocab, ctx.smoothing = logits.dtype, vocab, smoothing
         loss = sums[0].log() - (1 - smoothing) * sums[1]
         if smoothing:
             loss = loss - smoothing / vocab * sums[2]
@@ -49,10 +49,12 @@ class _CrossEntropySum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
         probabilities, target, mine, counted = ctx.saved_tensors
-        grad = probabilities - ctx.smoothing / ctx.vocab if ctx.smoothing else probabilities.clone()
-        rows = torch.arange(len(target), device=target.device)
-        grad[rows, target] -= mine.to(grad.dtype) * (1 - ctx.smoothing)
-        return grad.mul_(counted[:, None] * grads[0]), None, None, None, None, None, None
+        others = probabilities - ctx.smoothing / ctx.vocab if ctx.smoothing else probabilities
+        scale, at = counted[:, None] * grads[0], target[:, None]
+        grad = torch.empty_like(others, dtype=ctx.dtype)
+        torch.mul(others, scale, out=grad)  # rounded once, and no wider copy of it is made
+        at_target = others.gather(-1, at) - mine[:, None].to(others.dtype) * (1 - ctx.smoothing)
+        return grad.scatter_(-1, at, (at_target * scale).to(ctx.dtype)), None, None, None, None, None, None
 
 
 def cross_entropy(
@@ -64,10 +66,10 @@ def cross_entropy(
     ignore_index: int = IGNORE_INDEX,
     smoothing: float = 0.0,
 ) -> Tensor:
-    """Cross entropy of local logits, with HF's reduction.
+    """Cross entropy of local logits in float32, with HF's reduction.
 
     Args:
-        logits: ``[..., x_V]``, this rank's words.
+        logits: ``[..., x_V]``, this rank's words; those narrower than float32 are not copied into it first.
         labels: ``[...]``, the same on every rank of ``axis``.
         axis: the ranks that share the vocabulary.
         spans: the words of each of them.
@@ -86,6 +88,8 @@ def cross_entropy(
     )
     span = spans[axis.rank]
     flat = logits.reshape(-1, logits.shape[-1])
+    if flat.dtype.itemsize > torch.float32.itemsize:
+        flat = flat.float()
     total = apply(_CrossEntropySum, flat, labels, axis, span, vocab, ignore_index, smoothing)
     if num_items is None:
         return total / counted.sum()
