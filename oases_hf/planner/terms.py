@@ -21,12 +21,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..allocator import allocated_bytes
 from ..costs import KindCosts
 from ..plan import ShardOptimizer
 from .problem import Choice, Mode, Problem
 
-COPIES = 3
-"""Of the hidden tensor of a micro-batch: what a recording reads, its output outside of it, and the gradient of that."""
+COPIES = 2
+"""Of the hidden tensor of a micro-batch: what a recording reads, and the gradient of its output."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Terms:
         # and where gradients are kept by owners alone, what is packed and what is on its way comes on top of them.
         buffers = 5 if self.mode.shard_optimizer == "reduce" else 3
         full = choice.recompute == "full"
-        hidden_bytes = elements * size.forward
+        hidden_bytes = self.tensor_bytes(elements * size.forward)
         saved_bytes = sub_batches * kind.saved_hiddens * hidden_bytes
         if not full:
             saved_bytes = timing.graphs_bytes(sub_batches) + sub_batches * kind.norm_hiddens * hidden_bytes
@@ -139,7 +140,8 @@ class Terms:
             saved_bytes=saved_bytes,
             runtime_bytes=timing.runtime_bytes
             + (timing.graph_bytes if full else 0)
-            + sub_batches * elements * size.gradient
+            + sub_batches * self.tensor_bytes(elements * size.gradient)
+            + (self._moved_bytes() if degree < costs.tmp_size else 0)
             + buffers * others * size.parameter_gradient,
         )
 
@@ -247,6 +249,15 @@ class Terms:
     def constant_bytes(self) -> int:
         """What is kept whatever is chosen for blocks."""
         return sum(self.outside_bytes()) + self.beside_bytes
+
+    def _moved_bytes(self) -> int:
+        """What gathers between degrees make at the highest one, which is there at the ends: a tensor each way."""
+        elements, size = self.costs.hidden_elements(self.costs.tmp_size, self.mode.rows), self.costs.element_bytes
+        return self.tensor_bytes(elements * size.forward) + self.tensor_bytes(elements * size.gradient)
+
+    def tensor_bytes(self, size_bytes: int) -> int:
+        """What a tensor of a block takes; the pools of recordings hold whole segments."""
+        return allocated_bytes(size_bytes) if self.recorded else size_bytes
 
     @property
     def recorded(self) -> bool:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from ..convert import block_parameters, stack_of
 from ..models import Block, family_of
 from ..models.family import Row
-from ..models.shard import Placement, Sharder, check_layer, shard_layer
+from ..models.shard import Placement, Sharder, check_layer, fuse_norms, shard_layer
 from ..parallel.actions import at_once
 from ..parallel.casts import Casts
 from ..parallel.link import Link
@@ -111,6 +111,7 @@ class DryLayer:
         shares = [family.units(model.config, degree, each) for each in range(degree)]
         placement = Placement(Link(Axis(tuple(range(degree)), rank), replicas), shares)
         sharder = Sharder(rank)
+        fuse_norms(model, layer, family)
         shard_layer(layer, family, [placement] * len(family.blocks), sharder)
         self._layer, self._family, self._link = layer, family, placement.link
         self._layouts = sharder.layouts
@@ -138,7 +139,7 @@ class DryLayer:
             parameter.grad = torch.zeros_like(parameter)
         found = []
         for i, block in enumerate(self._family.blocks):
-            kept, peak = KeptBytes(self._model.parameters()), PeakBytes(device)
+            kept, peak = KeptBytes(self._model.parameters(), on_gpu=True), PeakBytes(device)
             leaf = torch.zeros(rows, sequence, self._model.config.hidden_size, dtype=self._model.dtype)
             grad, other = torch.zeros_like(leaf), torch.zeros_like(leaf).requires_grad_()
             leaf.requires_grad_()

@@ -8,11 +8,12 @@ Exact, to what ranks hold: parameters, gradients, optimizer state, the hidden te
 in all that BERT keeps besides), and what is kept of a block that is not recomputed. Bounds from above:
 
 * Temporaries are what operators return, at the peak of the block, or of the loss, that needs most.
-* Logits are there three times, in float32.
 * Dropout masks have the element size of what they mask; on GPUs that is a byte.
 
-Not counted are the workspaces of kernels, fragmentation, and the masks of padded rows. Attention dropout keeps nothing
-unless attention is eager: fused kernels draw the mask again. All layers are taken to be like the first.
+Tensors of blocks count as the share of a segment that torch's allocator gives them. Not counted are the workspaces of
+kernels (cuBLAS takes 32 MiB for each thread and stream on Hopper, 8 elsewhere), and the masks of padded rows. Attention
+dropout keeps nothing unless attention is eager: fused kernels draw the mask again. All layers are taken to be like the
+first.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..config import CommDtype
-from ..costs import CostTable, Curve, Slowdown, Timing
+from ..costs import CostTable, Curve, Outside, Slowdown, Timing
 from ..models import family_of
 from ..models.reading import described
 from ..simulator.cluster import ClusterSpec, Work
 from .dry import DryLayer, Held
+from .ends import DryEnds
 from .layer import Autocast, Running
-from .profile import Architecture, Workload, element_bytes, feasible_degrees, kind_costs, outside_of
+from .profile import Architecture, Workload, element_bytes, feasible_degrees, kind_costs
 
 
 class Estimate:
@@ -73,7 +75,7 @@ class Estimate:
         self._running = Running(torch.device("cpu"), autocast, comm_dtype=comm_dtype)
         self._fake = FakeTensorMode()
         with self._fake:
-            self._one = self._model.of_one_layer()
+            self._ends = DryEnds(self._model.of_one_layer(), tmp_size)
         self._layer, self._held = cache(self._make_layer), cache(self._run)
         self.degrees = feasible_degrees(config, self._family, tmp_size)
 
@@ -83,8 +85,8 @@ class Estimate:
         workload = Workload(rows, self._sequence, (sub_batches,), self._optimizer_state)
         most = -(-rows // sub_batches)
         groups = range(2, self._tmp_size * self._data_size + 1)
-        with self._fake:  # tensors are looked into
-            outside = outside_of(self._one, self._tmp_size, workload, 0.0)
+        with self._fake:
+            outside_bytes = self._ends.peak_bytes(rows, self._sequence, self._running.autocast)
         kinds = []
         for i, block in enumerate(self._family.blocks):
             parameters, timings, unowned = {}, {}, {}
@@ -109,7 +111,7 @@ class Estimate:
             all_gather=dict.fromkeys(groups, Curve(((1, 0.0),))),
             exchange=dict.fromkeys(groups, Curve(((1, 0.0),))),
             slowdown=Slowdown(),
-            outside=outside,
+            outside=Outside(0.0, self._ends.parameters, outside_bytes, self._ends.unowned),
             optimizer_ms=0.0,
             recorded=True,
         )

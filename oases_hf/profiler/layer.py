@@ -144,7 +144,7 @@ class LayerProfile:
         self.state.stack.defer = True
         self._steps(deferred, [])
         self.state.stack.defer = False
-        kept, peak = KeptBytes(self.model.parameters()), PeakBytes(self._device)
+        kept, peak = KeptBytes(self.model.parameters(), on_gpu=self._device.type == "cuda"), PeakBytes(self._device)
         for each in cast(list[Watch], [kept, peak]):
             self._step(each)
         found = []
@@ -209,10 +209,7 @@ class LayerProfile:
         self.state.gradients.reopen()
         with self._running.autocast():
             output = self.model(**self._batch)
-        loss = output.get("loss")
-        if loss is None:
-            loss = sum(value.float().sum() for value in output.to_tuple() if torch.is_tensor(value))
-        loss.backward()
+        loss_of(output).backward()
         self.state.stack.watch = unwatched
 
     def _optimizer_ms(self) -> float:
@@ -227,6 +224,14 @@ class LayerProfile:
             times.append(self._clock.ms(start, self._clock.now()))
         elements = sum(p.numel() for p in parameters)
         return self.link.slowest([statistics.median(times) / elements * 1e6])[0]
+
+
+def loss_of(output: Any) -> Any:
+    """What a model returned as its loss, or a sum of all else."""
+    loss = output.get("loss")
+    if loss is None:
+        return sum(value.float().sum() for value in output.to_tuple() if torch.is_tensor(value))
+    return loss
 
 
 def _means(times: Sequence[float], steps: int) -> list[float]:

@@ -8,13 +8,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import cast
 
 import torch
 import torch.distributed as dist
 import transformers
-from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ..convert import compiler
@@ -24,6 +24,7 @@ from ..models import Block, Family, family_of
 from ..models.reading import keep_layers
 from ..parallel.link import COMM_DTYPES
 from ..parallel.mesh import Axis, Mesh
+from .ends import DryEnds
 from .layer import DegreeProfile, LayerProfile, Running
 from .link import LinkProfile
 
@@ -193,7 +194,7 @@ def _measure(
         all_gather=all_gather,
         exchange=exchange,
         slowdown=slowdown,
-        outside=outside_of(one, mesh.tmp.size, workload, found[max(degrees)].outside_ms),
+        outside=_outside(model, mesh.tmp.size, workload, running, found[max(degrees)].outside_ms),
         optimizer_ms=max(each.optimizer_ms for each in found.values()),
         recorded=running.device.type == "cuda",
     )
@@ -236,17 +237,14 @@ def element_bytes(dtype: torch.dtype, workload: Workload, running: Running) -> E
     return ElementBytes(dtype.itemsize, partial, *(dtype.itemsize,) * 3, workload.optimizer_state, comm)
 
 
-def outside_of(one: PreTrainedModel, tmp_size: int, workload: Workload, ms: float) -> Outside:
-    """Embedding, head and loss: logits are there three times at once, in float32, as cross entropy makes them."""
-    layers = one.base_model.get_submodule(family_of(one.config).stack)
-    embedding, head = cast(nn.Embedding, one.get_input_embeddings()), one.get_output_embeddings()
-    modules = (module for module in (embedding, head) if isinstance(module, nn.Embedding | nn.Linear))
-    split = {parameter for module in modules for parameter in module.parameters()}
-    whole = set(one.parameters()) - split - set(layers.parameters())
-    held = sum(p.numel() for p in whole) + sum(-(-len(p) // tmp_size) * p[0].numel() for p in split)
-    words = embedding.num_embeddings if head is not None else 0
-    logits = workload.rows * workload.sequence * -(-words // tmp_size) * 4
-    return Outside(ms, held, 3 * logits, sum(p.numel() for p in whole))
+def _outside(model: Architecture, tmp_size: int, workload: Workload, running: Running, ms: float) -> Outside:
+    """Embedding, head and loss, of which ``ms`` was measured; what they hold is counted without data."""
+    dtype = running.computed(model.dtype)
+    with FakeTensorMode():
+        ends = DryEnds(model.of_one_layer(), tmp_size)
+        autocast = partial(torch.autocast, "cpu", dtype, enabled=dtype != model.dtype)
+        held = ends.peak_bytes(workload.rows, workload.sequence, autocast)
+    return Outside(ms, ends.parameters, held, ends.unowned)
 
 
 @contextmanager

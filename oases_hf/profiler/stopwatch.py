@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ..allocator import allocated_bytes
 from ..runtime.watch import Clock, Watch
 from ..schedule import Backward, Forward, Instruction, Recompute, StartAsync, Sync, block_of
 
@@ -92,13 +93,18 @@ class Lead:
 class KeptBytes:
     """Counts what the graph of each block keeps for backward, parameters aside, as its recompute makes it.
 
+    Args:
+        parameters: of the model.
+        on_gpu: count what GPUs give for it.
+
     Attributes:
         bytes: by block, of its last sub-batch.
         shared: of these, what the graph of its first one keeps the very same of; 0 where that is the last.
     """
 
-    def __init__(self, parameters: Iterator[Tensor]) -> None:
+    def __init__(self, parameters: Iterator[Tensor], *, on_gpu: bool) -> None:
         self._held = {_storage(p) for p in parameters}
+        self._taken: Callable[[int], int] = allocated_bytes if on_gpu else int
         self._first: dict[int, dict[View, Tensor]] = {}
         self.bytes: dict[int, int] = {}
         self.shared: dict[int, int] = {}
@@ -120,18 +126,17 @@ class KeptBytes:
             yield
         first = seen if op.sub_batch == 0 else self._first[op.block]
         self._first[op.block] = first  # held, so that no other storage gets its identity
-        self.bytes[op.block] = _bytes(seen)
-        self.shared[op.block] = 0 if first is seen else _bytes({view: seen[view] for view in seen.keys() & first})
+        self.bytes[op.block] = self._bytes(seen)
+        self.shared[op.block] = 0 if first is seen else self._bytes({view: seen[view] for view in seen.keys() & first})
 
-
-def _bytes(views: Mapping[View, Tensor]) -> int:
-    """What views take together; of a storage that sub-batches share, as of the stack's input, what is seen of it."""
-    seen: Counter[int] = Counter()
-    whole: dict[int, int] = {}
-    for (storage, *_), tensor in views.items():
-        seen[storage] += tensor.nbytes
-        whole[storage] = tensor.untyped_storage().nbytes()
-    return sum(min(size, seen[storage]) for storage, size in whole.items())
+    def _bytes(self, views: Mapping[View, Tensor]) -> int:
+        """What views take; of a storage that sub-batches share, as of the stack's input, what is seen of it."""
+        seen: Counter[int] = Counter()
+        whole: dict[int, int] = {}
+        for (storage, *_), tensor in views.items():
+            seen[storage] += tensor.nbytes
+            whole[storage] = tensor.untyped_storage().nbytes()
+        return sum(self._taken(min(size, seen[storage])) for storage, size in whole.items())
 
 
 class PeakBytes:

@@ -82,7 +82,7 @@ class Contender:
 
     @cached_property
     def simulation(self) -> Simulation | None:
-        """What says as much of a schedule that the cost model is not for."""
+        """What says how long a schedule takes that the cost model is not for."""
         return simulate(self.problem, self.plan, defer_weight_grads=self.defer) if self.kind == "megatron" else None
 
     @property
@@ -93,7 +93,7 @@ class Contender:
     @property
     def memory_bytes(self) -> int:
         """That is predicted to be needed."""
-        return self.prediction.memory.total if self.simulation is None else self.simulation.peak_bytes
+        return self.prediction.memory.total
 
     @property
     def fits(self) -> bool:

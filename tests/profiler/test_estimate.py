@@ -6,17 +6,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
 
+from oases_hf.convert import plain, stack_of
 from oases_hf.costs import CostTable
 from oases_hf.plan import Recompute
 from oases_hf.planner import Memory, Problem, predict
 from oases_hf.profiler import Architecture, Estimate
 from oases_hf.profiler.dry import kept_as_on_gpus
-from oases_hf.profiler.layer import Autocast
-from oases_hf.profiler.stopwatch import KeptBytes, PeakBytes
+from oases_hf.profiler.ends import as_accelerate_has_it
+from oases_hf.profiler.layer import Autocast, loss_of
+from oases_hf.profiler.stopwatch import KeptBytes, PeakBytes, peak_bytes
 from oases_hf.schedule import Backward, Forward, Instruction
 from oases_hf.schedule import Recompute as Recomputing
 
@@ -26,6 +29,7 @@ from ..ranks import Worlds
 
 ROWS, SEQUENCE, LAYERS = 8, 16, 2
 BOTH: tuple[Recompute, ...] = ("full", "none")
+INPUTS = ("input_ids", "labels")
 MIXED = ("qwen2", "gemma3")  # the first layer keeps a mask, the second needs none: all are taken to be like the first
 
 
@@ -69,7 +73,7 @@ def _counted(
     with autocast():
         loss = model(**batch).loss
     loss.backward()  # gradients are there from now on
-    kept, peak = Graphs(model.parameters()), PeakBytes(torch.device("cpu"))
+    kept, peak = Graphs(model.parameters(), on_gpu=True), PeakBytes(torch.device("cpu"))
     state.stack.watch = kept
     with autocast():
         loss = model(**batch).loss
@@ -152,3 +156,28 @@ def test_temporaries_are_of_the_sub_batch_that_needs_most() -> None:
         with peak(Recomputing(0, k)):
             torch.ones(size_bytes, dtype=torch.uint8)
     assert peak.bytes == {(Recomputing, 0): 100}
+
+
+def around_layers(family: str, autocast: Autocast = nullcontext) -> int:
+    """On a rank: the most that a converted model without layers holds in a step, beside its batch."""
+    model = FAMILIES[family].model(dtype=torch.float32).train()
+    state = parallel(model, torch.distributed.get_world_size())
+    with kept_as_on_gpus(), plain(model):
+        del stack_of(model, state.family)[:]
+        inputs = {name: tensor for name, tensor in FAMILIES[family].batch(ROWS, SEQUENCE).items() if name in INPUTS}
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        as_given = mock.patch("oases_hf.convert.make_batch_equal", lambda tensors, *_: tensors)
+        with as_given, peak_bytes(torch.device("cpu")) as peak:
+            with autocast(), as_accelerate_has_it(model):
+                loss = loss_of(model(**inputs))
+            loss.backward()
+    return peak()
+
+
+@pytest.mark.parametrize("autocast", [nullcontext, partial(torch.autocast, "cpu", torch.bfloat16)])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "gemma2", "neox"])
+def test_what_is_around_layers_is_what_ranks_hold(ranks: Worlds, family: str, autocast: Autocast) -> None:
+    """But for numbers of a row or of all."""
+    said = estimated(family, 2, 2, autocast).outside.bytes
+    assert max(ranks(2).run(around_layers, family, autocast)) == pytest.approx(said, rel=0.005)
