@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import os
 import sys
+import threading
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +26,7 @@ from oases_hf.convert import convert
 from oases_hf.errors import ConfigError
 from oases_hf.integrations.planning import SPARE, Chosen, decide
 from oases_hf.joining import silence_libraries
-from oases_hf.launching import PASS, Seat, as_rank
+from oases_hf.launching import FAIL, PASS, Seat, as_rank
 from oases_hf.models.reading import described
 from oases_hf.parallel.mesh import Mesh
 from oases_hf.plan import Recompute
@@ -132,6 +134,12 @@ def why(error: Exception) -> str:
     return OUT_OF_MEMORY if isinstance(error, torch.OutOfMemoryError) else f"{type(error).__name__}: {lines[0]}"
 
 
+def end_with_traceback() -> None:
+    """On a thread of its own, which stops the others: faulthandler's own timer crashes now and then as they work on."""
+    faulthandler.dump_traceback()
+    os._exit(FAIL)
+
+
 def run(job: Job, seat: Seat) -> int:
     """Do what is left of the job."""
     silence_libraries()
@@ -139,7 +147,9 @@ def run(job: Job, seat: Seat) -> int:
     layers = Layers(job, world)
     for task in job.tasks[len(job.rows) :]:
         job.begin()
-        faulthandler.dump_traceback_later(job.time_limit_s, exit=True)
+        late = threading.Timer(job.time_limit_s, end_with_traceback)
+        late.daemon = True
+        late.start()
         try:
             row = layers.row(task) if task.part == "layers" else whole_models.row(job, task, world)
         except ConfigError as error:  # on all ranks, before they do anything
@@ -154,7 +164,7 @@ def run(job: Job, seat: Seat) -> int:
             print(
                 f"{row.setting}: {row.name}, recompute {row.recompute}: {row.failure or f'{row.ms:.1f} ms'}", flush=True
             )
-    faulthandler.cancel_dump_traceback_later()
+        late.cancel()
     if dist.is_initialized():
         dist.destroy_process_group()
     return PASS
