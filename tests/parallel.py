@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from oases_hf.parallel.mesh import Mesh
 from oases_hf.plan import Recompute, ScheduleName, ShardOptimizer
 
 from .parity import float64_math
+from .pickling import dumps
 from .reference import label_count, loss_of
 from .tiny import Batch
 
@@ -61,8 +63,7 @@ def full(model: PreTrainedModel, local: Mapping[str, Tensor]) -> dict[str, Tenso
     local = {name: tensor.cpu() for name, tensor in local.items()}
     everyone: list[dict[str, Tensor]] = [local]
     if axis.group is not None:
-        everyone = [{} for _ in axis.ranks]
-        dist.all_gather_object(everyone, local, group=axis.group)
+        everyone = _gathered(local, axis.group)
     whole = {}
     for name in local:
         layout = state.layouts[name]
@@ -76,6 +77,13 @@ def full(model: PreTrainedModel, local: Mapping[str, Tensor]) -> dict[str, Tenso
             if not torch.equal(theirs[name], everyone[held][name]):
                 raise AssertionError(f"{name} differs between ranks {held} and {rank}, which both hold it")
     return whole
+
+
+def _gathered(local: dict[str, Tensor], group: Any) -> list[dict[str, Tensor]]:
+    """Those of each rank of a group."""
+    everyone = [b""] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, dumps(local), group=group)
+    return [pickle.loads(theirs) for theirs in everyone]
 
 
 def full_gradients(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -102,8 +110,7 @@ def _full_from_owners(model: PreTrainedModel, local: dict[str, Tensor]) -> dict[
     owners = converted(model).gradients.ownership.owners
     everyone: list[dict[str, Tensor]] = [{}]
     if owners:
-        everyone = [{} for _ in range(dist.get_world_size())]
-        dist.all_gather_object(everyone, local)
+        everyone = _gathered(local, dist.group.WORLD)
     for name, parameter in model.named_parameters():
         if parameter in owners and name in everyone[owners[parameter]]:
             assert (name in local) == (owners[parameter] == dist.get_rank()), f"{name}: only the owner keeps it"

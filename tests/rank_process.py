@@ -29,6 +29,7 @@ from accelerate.state import AcceleratorState, GradientState
 from torch.distributed import distributed_c10d
 
 from .environment import rank_environment, restore_environment
+from .pickling import dumps
 
 STOP = b""
 DUMP_SIGNAL = signal.SIGUSR1
@@ -132,8 +133,8 @@ def _collectives() -> int:
 def _answer(task: bytes) -> bytes:
     try:
         function, args, kwargs = pickle.loads(task)
-        # Plain pickle copies tensors; multiprocessing's would share memory that dies with the rank.
-        return pickle.dumps(Outcome(function(*args, **kwargs), _collectives()))
+        # Tensors are copied; multiprocessing's pickle would share memory that dies with the rank.
+        return dumps(Outcome(function(*args, **kwargs), _collectives()))
     except BaseException as error:
         summary = traceback.format_exception_only(error)[-1].strip()
         return pickle.dumps(Outcome(error=summary, traceback=traceback.format_exc()))

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal, TypeVar, cast
 
 from .environment import SHARED, environment
+from .pickling import dumps
 from .rank_process import DUMP_SIGNAL, STOP, Outcome, Seat, serve
 
 R = TypeVar("R")
@@ -78,7 +79,7 @@ class World:
 
         Raises RankError when a rank raises, dies or is not done in time; the world then starts anew at the next run.
         """
-        task = pickle.dumps((function, args, kwargs))
+        task = dumps((function, args, kwargs))
         if not self._ranks:
             self._start()
         try:

@@ -197,7 +197,10 @@ def recorded(schedule: ScheduleName) -> None:
     assert recorder.replays == 2 * (1 + 2)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param(name, marks=[] if name in ("wang", "oases") else pytest.mark.slow) for name in SCHEDULE_NAMES],
+)
 def test_recordings(ranks: Worlds, schedule: ScheduleName) -> None:
     ranks(2).run(recorded, schedule)
 

@@ -185,7 +185,7 @@ def masked(name: str, probability: str) -> tuple[int, float, float, list[str]]:
         ("gpt2", "resid_pdrop", False),
         ("neox", "hidden_dropout", False),
         ("bert", "hidden_dropout_prob", False),
-        ("phi3", "resid_pdrop", False),
+        pytest.param("phi3", "resid_pdrop", False, marks=pytest.mark.slow),
         ("gpt2", "attn_pdrop", True),
         ("llama", "attention_dropout", True),
     ],

@@ -19,6 +19,7 @@ from oases_hf.models.converted import Converted
 from oases_hf.plan import SCHEDULE_NAMES, ScheduleName
 
 from .families import FAMILIES
+from .pairwise import values_first
 from .parallel import full_gradients, full_parameters, one_step, parallel
 from .parity import assert_gradients, float64_math
 from .ranks import Worlds
@@ -97,8 +98,7 @@ def drawn(name: str, tmp_size: int, schedule: ScheduleName) -> tuple[Digests, Di
     return shared, own
 
 
-@pytest.mark.parametrize("schedule", ["oases", "wang"])
-@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize(("name", "schedule"), values_first([*OUTSIDE], ["oases", "wang"]))
 def test_masks(ranks: Worlds, name: str, schedule: ScheduleName) -> None:
     """Case 15: alike within a TMP world but for those on attention weights; no two others are."""
     first, mate, second, second_mate = ranks(4).run(drawn, name, 2, schedule)
@@ -136,11 +136,12 @@ def slopes_of(name: str, schedule: ScheduleName, attn: str) -> tuple[float, floa
     return slopes(*made(name, 2, schedule, attn=attn), data(name))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 @pytest.mark.parametrize(
-    ("name", "attn"), [("gpt2", "sdpa"), ("neox", "eager"), ("bert row", "sdpa"), ("bert", "eager")]
+    ("schedule", "model"),
+    values_first(SCHEDULE_NAMES, [("gpt2", "sdpa"), ("neox", "eager"), ("bert row", "sdpa"), ("bert", "eager")]),
 )
-def test_recompute_is_forward(ranks: Worlds, name: str, attn: str, schedule: ScheduleName) -> None:
+def test_recompute_is_forward(ranks: Worlds, schedule: ScheduleName, model: tuple[str, str]) -> None:
+    name, attn = model
     for slope, squared in ranks(2).run(slopes_of, name, schedule, attn):
         assert slope == pytest.approx(squared, rel=1e-6)
 
@@ -157,11 +158,10 @@ def five_steps(name: str, tmp_size: int) -> dict[str, Tensor]:
     return full_parameters(model)
 
 
-@pytest.mark.parametrize(("world", "tmp_size"), [(4, 2), (4, 4)])
-@pytest.mark.parametrize("name", ["gpt2", "neox", "bert row"])
-def test_replicated_parameters_stay_equal(ranks: Worlds, name: str, world: int, tmp_size: int) -> None:
+@pytest.mark.parametrize(("name", "tmp_size"), values_first(["gpt2", "neox", "bert row"], [4, 2]))
+def test_replicated_parameters_stay_equal(ranks: Worlds, name: str, tmp_size: int) -> None:
     """Case 15."""
-    first, *others = ranks(world).run(five_steps, name, tmp_size)
+    first, *others = ranks(4).run(five_steps, name, tmp_size)
     start = dict(FAMILIES[name].model(dtype=torch.float32).named_parameters())
     assert not any(tensor.equal(start[parameter]) for parameter, tensor in first.items())
     for other in others:

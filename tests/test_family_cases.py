@@ -22,6 +22,7 @@ from oases_hf.parallel.linear import RowParallel
 from oases_hf.parallel.sharding import Layout
 
 from .families import FAMILIES
+from .pairwise import values_first
 from .parallel import full_gradients, full_parameters, one_step, parallel
 from .parity import assert_gradients, assert_loss, assert_updates, float64_math, gradient_deviation
 from .ranks import Worlds
@@ -163,8 +164,7 @@ def from_folder(name: str, folder: Path) -> None:
     assert_gradients(full_gradients(model), wanted.gradients)
 
 
-@pytest.mark.parametrize("write", [write_bin, write_one_file])
-@pytest.mark.parametrize("name", ["llama", "gpt2 tied", "bert"])
+@pytest.mark.parametrize(("name", "write"), values_first(["llama", "gpt2 tied", "bert"], [write_bin, write_one_file]))
 def test_older_checkpoints(
     ranks: Worlds, name: str, write: Callable[[PreTrainedModel, Path], None], tmp_path: Path
 ) -> None:
@@ -248,8 +248,7 @@ def deviation_with(name: str, fault: str) -> float:
     ).ratio
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize(("fault", "name"), values_first([*FAULTS], [*NORMS]))
 def test_planted_faults_are_found(ranks: Worlds, name: str, fault: str) -> None:
     worst = max(ranks(2).run(deviation_with, name, fault))
     assert (worst > 100) == (fault != "none"), worst

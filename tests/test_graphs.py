@@ -13,10 +13,10 @@ from oases_hf import convert as converting
 from oases_hf.models.converted import Converted
 from oases_hf.plan import SCHEDULE_NAMES, ScheduleName
 from oases_hf.runtime import splitting
-from oases_hf.runtime.graphs import KEPT, WARM
+from oases_hf.runtime.graphs import WARM
 
 from .families import FAMILIES
-from .pairwise import covering
+from .pairwise import covering, values_first
 from .parallel import full_gradients, one_step, parallel
 from .parity import assert_gradients, float64_math
 from .ranks import Worlds
@@ -26,6 +26,8 @@ from .test_sent_messages import MESSAGE_BYTES
 from .tiny import batch, tiny_llama
 
 ROWS, SEQ = 4, 6
+KEPT = 3
+few_are_kept = mock.patch("oases_hf.runtime.graphs.KEPT", KEPT)
 
 
 def recorded(tmp_size: int, schedule: ScheduleName = "oases", **options: Any) -> tuple[Any, Converted, Recorder]:
@@ -91,13 +93,16 @@ def test_gradients(ranks: Worlds, schedule: ScheduleName, sub_batches: int, defe
     ranks(2).run(steps_as_in_one_process, schedule, sub_batches, defer, mixed)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+@pytest.mark.parametrize(
+    "schedule",
+    [pytest.param(name, marks=[] if name in ("wang", "oases") else pytest.mark.slow) for name in SCHEDULE_NAMES],
+)
 def test_messages(ranks: Worlds, schedule: ScheduleName) -> None:
     """A sum that is sent in several messages, none of which a recording keeps."""
     ranks(2).run(steps_as_in_one_process, schedule, 2, False, True, MESSAGE_BYTES)
 
 
-def new_batches_each_step(name: str, degrees: list[int]) -> None:
+def new_batches_each_step(name: str, degrees: tuple[int, ...]) -> None:
     """What is made of masks and positions before blocks run, such as rows that are filled up, is of each batch anew."""
     recorder, family = Recorder(), FAMILIES[name]
     model, whole = (cast(Any, family.model()).train() for _ in range(2))
@@ -113,9 +118,10 @@ def new_batches_each_step(name: str, degrees: list[int]) -> None:
     assert recorder.replays == 2 * 3
 
 
-@pytest.mark.parametrize("degrees", [[1, 2, 1, 2], [1, 1, 1, 1], [2, 2, 2, 2]])
-@pytest.mark.parametrize("name", ["bert", "llama"])
-def test_inputs_are_of_the_batch(ranks: Worlds, name: str, degrees: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("degrees", "name"), values_first([(1, 2, 1, 2), (1, 1, 1, 1), (2, 2, 2, 2)], ["bert", "llama"])
+)
+def test_inputs_are_of_the_batch(ranks: Worlds, degrees: tuple[int, ...], name: str) -> None:
     ranks(2).run(new_batches_each_step, name, degrees)
 
 
@@ -337,7 +343,12 @@ def masks_as_without_recordings(name: str, attn: str, schedule: ScheduleName) ->
 
 @pytest.mark.parametrize(
     ("name", "attn", "schedule"),
-    [("gpt2", "sdpa", "oases"), ("bert", "eager", "oases"), ("llama", "sdpa", "wang"), ("gpt2", "sdpa", "megatron")],
+    [
+        ("gpt2", "sdpa", "oases"),
+        pytest.param("bert", "eager", "oases", marks=pytest.mark.slow),
+        ("llama", "sdpa", "wang"),
+        pytest.param("gpt2", "sdpa", "megatron", marks=pytest.mark.slow),
+    ],
 )
 def test_dropout(ranks: Worlds, name: str, attn: str, schedule: ScheduleName) -> None:
     ranks(2).run(masks_as_without_recordings, name, attn, schedule)
@@ -371,6 +382,7 @@ def test_a_failed_recording_leaves_nothing_behind(ranks: Worlds) -> None:
         assert len(set(losses)) == 1
 
 
+@few_are_kept
 def shapes_that_come_and_go() -> tuple[int, list[str]]:
     model, state, recorder = recorded(2)
     for seq in (*range(4, 4 + 2 * KEPT + 4), 5):
@@ -386,6 +398,7 @@ def test_too_many_shapes_are_not_recorded(ranks: Worlds) -> None:
         assert "pad_to_multiple_of" in said[0]
 
 
+@few_are_kept
 def many_lengths() -> tuple[int, int]:
     model, state, recorder = recorded(2)
     graphs = state.stack.graphs

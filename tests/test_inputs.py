@@ -135,7 +135,13 @@ def logged() -> Iterator[list[str]]:
         logging.getLogger("oases_hf").removeHandler(handler)
 
 
-@pytest.mark.parametrize(("name", "attn", "make"), CASES)
+ALIKE = [("gpt2", "eager"), ("bert", "sdpa"), ("neox", "sdpa"), ("roberta", "sdpa")]
+
+
+@pytest.mark.parametrize(
+    ("name", "attn", "make"),
+    [pytest.param(*case, marks=pytest.mark.slow if case[:2] in ALIKE and case[2] in EVERY else []) for case in CASES],
+)
 def test_inputs(ranks: Worlds, name: str, attn: str, make: Make) -> None:
     for said in ranks(2).run(compare, name, attn, make):
         assert len(said) == (2 if make is one_row else 0)

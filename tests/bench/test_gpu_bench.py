@@ -31,16 +31,19 @@ def job(folder: Path, *names: str) -> Job:
 
 
 @pytest.mark.dist
-def test_layers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("auto", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_layers(auto: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file, chart = tmp_path / "rows.json", tmp_path / "rows.png"
-    few = ["--rounds=1", "--regimes=no-p2p-fp32", "--parts=layers", "--names=megatron,oases,hf,fsdp,auto"]
+    names = "megatron,oases,hf,fsdp" + ",auto" * auto
+    few = ["--rounds=1", "--regimes=no-p2p-fp32", "--parts=layers", f"--names={names}"]
     code = main([*TINY, *few, f"--json={file}", f"--png={chart}"])
     out, err = capfd.readouterr()
     rows = read_json(file)
     assert code == PASS, out + err
     ours = [*OURS, "oases, computing only", "oases, all-reduces only"]
-    assert [row.name for row in rows] == [*ours, *ours, "hf", "hf", "fsdp", "fsdp", "auto", "auto", "auto, by block"]
-    assert Counter(row.recompute for row in rows[:-1]) == {"full": 9, "none": 9}
+    planned = ["auto", "auto", "auto, by block"] * auto
+    assert [row.name for row in rows] == [*ours, *ours, "hf", "hf", "fsdp", "fsdp", *planned]
+    assert Counter(row.recompute for row in rows[:18]) == {"full": 8 + auto, "none": 8 + auto}
     for row in rows:
         assert row.ms
         assert len(row.rounds_ms) == 1
@@ -58,7 +61,9 @@ def test_layers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for of in ("oases, recompute full", "oases, recompute none", "oases, deferred, recompute full"):
         near = rf"^{of}: \d\.\d\d x the longer of computing and all-reduces, -?\d+\.\d% exposed$"
         assert re.search(near, out, re.MULTILINE)
-    assert re.search(r"^as planned, recompute and all: \d+\.\d\d x as fast as megatron", out, re.MULTILINE)
+    assert (
+        bool(re.search(r"^as planned, recompute and all: \d+\.\d\d x as fast as megatron", out, re.MULTILINE)) is auto
+    )
 
 
 @pytest.mark.slow

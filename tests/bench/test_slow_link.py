@@ -41,7 +41,7 @@ def test_all_contenders_at_every_rate(tmp_path: Path, capfd: pytest.CaptureFixtu
 @on_links
 @pytest.mark.dist
 @pytest.mark.usefixtures("clean")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_nothing_is_left_when_interrupted(number: signal.Signals) -> None:
     before = network()
     process = subprocess.Popen([sys.executable, SCRIPT, *TINY, "--ranks=2", "--mbit-per-s=900"])

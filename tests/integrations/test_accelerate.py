@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from oases_hf.errors import BackwardError
 from oases_hf.models.converted import converted
 
+from ..pairwise import values_first
 from ..parity import assert_gradients, assert_loss, assert_updates
 from ..ranks import Worlds
 from ..tiny import Batch, batch
@@ -63,9 +64,11 @@ def test_accumulation_and_clipping(ranks: Worlds, world: int, accumulate: int) -
     assert_same(ranks(world).run(loop, {"degree": 2}, accumulate), expected)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("backward", [two_losses, two_forwards, two_forwards_then_two_backwards, held_back])
-def test_several_forwards_or_backwards_in_a_step(ranks: Worlds, world: int, backward: Backward) -> None:
+@pytest.mark.parametrize(
+    ("backward", "world"),
+    values_first([two_losses, two_forwards, two_forwards_then_two_backwards, held_back], [2, 4]),
+)
+def test_several_forwards_or_backwards_in_a_step(ranks: Worlds, backward: Backward, world: int) -> None:
     (expected,) = ranks(1).run(loop, None, world // 2, backward)
     assert_same(ranks(world).run(loop, {"degree": 2}, 1, backward), expected)
 

@@ -35,7 +35,7 @@ def kept(arguments: dict[str, Any]) -> list[str]:
 
     def slow(*args: Any) -> Any:
         if dist.get_rank() == 1:
-            time.sleep(0.5)
+            time.sleep(0.2)
         return own(*args)
 
     with mock.patch.object(writing, "_write", slow):
@@ -179,7 +179,7 @@ def saved_behind(slow: int) -> tuple[dict[str, Tensor], list[list[str]]]:
     return whole_parameters(trainer), seen
 
 
-@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("slow", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_saving_while_training_goes_on(ranks: Worlds, slow: int) -> None:
     """A checkpoint is of the step it was begun at, though its writing ends later, and the next one waits for it."""
     through, *_ = ranks(2).run(fit, Task({"max_steps": 4}, exact=False), {})

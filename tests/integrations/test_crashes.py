@@ -114,6 +114,7 @@ def test_a_crash_behind_every_call(tmp_path: Path, step: int) -> None:
     assert int(in_a_process(tmp_path, f"test_crashes.crashes({step})")) > 100
 
 
+@pytest.mark.slow
 def test_kills_in_the_midst_of_saves(tmp_path: Path) -> None:
     hits = int(in_a_process(tmp_path, "killing.kill(10)[0]"))
     assert hits >= 9
@@ -144,7 +145,7 @@ with mock.patch.object(place, name, kill):
     ("victim", "module", "name", "step"),
     [
         pytest.param(0, "files", "add", 1, id="its file, rank 0", marks=pytest.mark.slow),
-        pytest.param(1, "files", "add", 1, id="its file, rank 1"),
+        pytest.param(1, "files", "add", 1, id="its file, rank 1", marks=pytest.mark.slow),
         pytest.param(0, "manifest", "write", 1, id="the manifest", marks=pytest.mark.slow),
         pytest.param(0, "state", "_publish", 2, id="the name"),
     ],

@@ -12,6 +12,7 @@ from oases_hf.errors import ConfigError
 from oases_hf.models.converted import converted
 
 from ..families import FAMILIES
+from ..pairwise import pairs_first
 from ..parallel import full_parameters
 from ..ranks import Worlds
 from ..tiny import batch
@@ -21,20 +22,18 @@ from .test_accelerate import assert_same, held_back, two_forwards_then_two_backw
 from .test_trainer import check
 
 WAYS = ("keep", "reduce")
-WORLDS: list[dict[str, Any]] = [
-    {"tmp_size": 4, "degree": 2},
-    {"tmp_size": 2, "degree": 1},
-    {"tmp_size": 2, "degree": 2},
-]
+WORLDS: dict[str, dict[str, Any]] = {
+    "replicas": {"tmp_size": 4, "degree": 2},
+    "replicas and worlds": {"tmp_size": 2, "degree": 1},
+    "worlds": {"tmp_size": 2, "degree": 2},
+}
 
 
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("settings", WORLDS, ids=str)
-@pytest.mark.parametrize("limit", [0.0, 0.5])
-def test_trainer(ranks: Worlds, how: str, settings: dict[str, Any], limit: float) -> None:
+@pytest.mark.parametrize(("limit", "worlds", "how"), pairs_first([0.0, 0.5], [*WORLDS], WAYS))
+def test_trainer(ranks: Worlds, limit: float, worlds: str, how: str) -> None:
     """With accumulation; Trainer logs the norm with and without clipping."""
     task = Task({"gradient_accumulation_steps": 2, "max_grad_norm": limit})
-    check(ranks, 4, task, **settings, shard_optimizer=how)
+    check(ranks, 4, task, **WORLDS[worlds], shard_optimizer=how)
 
 
 @pytest.mark.parametrize("family", ["bert row", "gpt2 tied"])
@@ -44,13 +43,14 @@ def test_trainer_with_other_families(ranks: Worlds, family: str) -> None:
     check(ranks, 4, task, tmp_size=4, degree=2, shard_optimizer="keep")
 
 
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("settings", WORLDS, ids=str)
-@pytest.mark.parametrize("backward", [one_loss, two_losses, two_forwards_then_two_backwards, held_back])
-def test_loops(ranks: Worlds, how: str, settings: dict[str, Any], backward: Backward) -> None:
+@pytest.mark.parametrize(
+    ("backward", "worlds", "how"),
+    pairs_first([one_loss, two_losses, two_forwards_then_two_backwards, held_back], [*WORLDS], WAYS),
+)
+def test_loops(ranks: Worlds, backward: Backward, worlds: str, how: str) -> None:
     """Gradients that were handed over already are added to."""
-    worlds = 4 // settings["tmp_size"]
-    (expected,) = ranks(1).run(loop, None, worlds, backward)
+    settings = WORLDS[worlds]
+    (expected,) = ranks(1).run(loop, None, 4 // settings["tmp_size"], backward)
     assert_same(ranks(4).run(loop, {**settings, "shard_optimizer": how}, 1, backward), expected)
 
 

@@ -21,7 +21,7 @@ from oases_hf.parallel.mesh import Axis, Mesh
 from oases_hf.planner import Problem, Solution, solve
 from oases_hf.profiler import Architecture, Running, Workload, layer, link, profile
 
-from ..families import FAMILIES
+from ..families import FAMILIES, most_different
 from ..planner.examples import by_hand, flat
 from ..ranks import Worlds
 from ..tiny import tiny_llama
@@ -52,7 +52,7 @@ def measured(family: str, world: int, cache: Path) -> tuple[CostTable, CostTable
     return tables[0], tables[1], said
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", most_different(FAMILIES))
 def test_every_family_is_measured(ranks: Worlds, family: str, tmp_path: Path) -> None:
     found = ranks(2).run(measured, family, 2, tmp_path)
     first, again, said = found[0]

@@ -73,7 +73,12 @@ OWNED = {"tmp_size": 4, "degree": 2, "shard_optimizer": "keep"}
 
 @pytest.mark.parametrize(
     ("first", "then"),
-    [((2, {}), (2, {})), ((4, OWNED), (4, OWNED)), ((4, OWNED), (2, {})), ((1, {}), (4, {}))],
+    [
+        ((2, {}), (2, {})),
+        ((4, OWNED), (4, OWNED)),
+        ((4, OWNED), (2, {})),
+        pytest.param((1, {}), (4, {}), marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_states(ranks: Worlds, tmp_path: Path, first: tuple[int, Settings], then: tuple[int, Settings]) -> None:

@@ -54,7 +54,14 @@ def traced(settings: Mapping[str, Any]) -> tuple[list[str], dict[str, Counter[st
 
 
 @pytest.mark.parametrize(
-    "settings", [{}, {"schedule": "megatron"}, {"schedule": "wang"}, {"tmp_size": 4, "degree": 2}], ids=str
+    "settings",
+    [
+        {},
+        {"schedule": "megatron"},
+        pytest.param({"schedule": "wang"}, marks=pytest.mark.slow),
+        {"tmp_size": 4, "degree": 2},
+    ],
+    ids=str,
 )
 def test_what_ran_is_what_is_simulated(ranks: Worlds, settings: Mapping[str, Any]) -> None:
     for rank, (files, lanes, simulated) in enumerate(ranks(4).run(traced, settings)):

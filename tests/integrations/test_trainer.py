@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from ..pairwise import values_first
 from ..ranks import Worlds
 from ..tiny import IGNORE, randomise
 from .fitting import Fit, Row, Task, assert_same, build, fit, one_process, rows
@@ -77,12 +78,13 @@ def test_shuffled_data(ranks: Worlds) -> None:
     assert one_process(ranks, per_worlds(task, 2)).losses != one_process(ranks, per_worlds(Task(), 2)).losses
 
 
-@pytest.mark.parametrize(("world", "tmp_size"), [(2, 2), (4, 2)])
-@pytest.mark.parametrize(("limit", "family"), [(0.0, None), *((0.1, family) for family in FAMILIES)])
-def test_clipping(ranks: Worlds, world: int, tmp_size: int, limit: float, family: str | None) -> None:
+@pytest.mark.parametrize(
+    ("clipped", "world"), values_first([(0.0, None), *((0.1, family) for family in FAMILIES)], [4, 2])
+)
+def test_clipping(ranks: Worlds, clipped: tuple[float, str | None], world: int) -> None:
     """Case 2. Without a limit the norm is logged all the same."""
-    task = Task({"max_grad_norm": limit}, family=family)
-    fits = check(ranks, world, task, tmp_size=tmp_size)
+    limit, family = clipped
+    fits = check(ranks, world, Task({"max_grad_norm": limit}, family=family), tmp_size=2)
     assert len({tuple(fit.logged("grad_norm")) for fit in fits}) == 1
     assert min(fits[0].logged("grad_norm")) > 0.2, "nothing to clip"
 
@@ -114,12 +116,13 @@ def test_sub_batches_with_one_and_seven_labels(ranks: Worlds, family: str | None
 ONE_PASS = {"max_steps": -1, "num_train_epochs": 1}
 
 
-@pytest.mark.parametrize(
-    ("size", "count", "said"), [(1, 3, 1), (3, 6, 0), (3, 7, 1)], ids=["one row", "three rows", "a short last batch"]
-)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_odd_batches(ranks: Worlds, family: str | None, size: int, count: int, said: int) -> None:
+ODD_BATCHES = {"one row": (1, 3, 1), "three rows": (3, 6, 0), "a short last batch": (3, 7, 1)}
+
+
+@pytest.mark.parametrize(("family", "batches"), values_first(FAMILIES, [*ODD_BATCHES]))
+def test_odd_batches(ranks: Worlds, family: str | None, batches: str) -> None:
     """Case 14: less overlap is said once, and nothing else."""
+    size, count, said = ODD_BATCHES[batches]
     task = Task({"per_device_train_batch_size": size, **ONE_PASS}, rows=rows(count, family=family), family=family)
     for ours in check(ranks, 2, task):
         assert ours.steps == -(-count // size)
@@ -127,8 +130,7 @@ def test_odd_batches(ranks: Worlds, family: str | None, size: int, count: int, s
         assert all("a batch of 1 cannot be split into 2" in message for message in ours.warnings)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "use_reentrant"), values_first(FAMILIES, [False, True]))
 def test_requests_for_gradient_checkpointing(ranks: Worlds, family: str | None, use_reentrant: bool) -> None:
     """Case 16: nothing is recomputed twice, so there is no communication beyond the schedule's."""
     asked = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
@@ -173,14 +175,17 @@ def freeze_all_but_up(family: str | None, model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "world", "tmp_size"),
-    [*((None, *sizes) for sizes in [(2, 2), (4, 4), (4, 2)]), ("gpt2 tied", 2, 2), ("bert", 2, 2)],
+    ("sizes", "freeze"),
+    values_first(
+        [*((None, *sizes) for sizes in [(2, 2), (4, 4), (4, 2)]), ("gpt2 tied", 2, 2), ("bert", 2, 2)],
+        [freeze_the_bottom, freeze_all_but_keys, freeze_all_but_up],
+    ),
 )
-@pytest.mark.parametrize("freeze", [freeze_the_bottom, freeze_all_but_keys, freeze_all_but_up])
 def test_frozen_parameters(
-    ranks: Worlds, family: str | None, world: int, tmp_size: int, freeze: Callable[[str | None, PreTrainedModel], None]
+    ranks: Worlds, sizes: tuple[str | None, int, int], freeze: Callable[[str | None, PreTrainedModel], None]
 ) -> None:
     """Case 17."""
+    family, world, tmp_size = sizes
     task = Task(prepare=partial(freeze, family), family=family)
     fits = check(ranks, world, task, tmp_size=tmp_size)
     expected = one_process(ranks, per_worlds(task, world // tmp_size))

@@ -55,7 +55,9 @@ def test_a_stream_is_dealt_out_to_worlds(ranks: Worlds) -> None:
     assert (same, same_too) == (first, second)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=[] if family in (None, "bert") else pytest.mark.slow) for family in FAMILIES]
+)
 def test_total_batch_and_steps_per_epoch(ranks: Worlds, family: str | None) -> None:
     """Case 11."""
     sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, **ONE_PASS}

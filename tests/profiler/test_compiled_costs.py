@@ -23,7 +23,7 @@ from ..test_compiled import VARIANTS, compiling, graphs, kinds
 from ..tiny import tiny_llama
 from .asking import asked_for, profiled
 
-DEGREES, NUMBERS = (1, 2), (1, 2, 3)
+DEGREES, NUMBERS = (1, 2), (1, 2)
 ROWS = 12  # sub-batches of one row would be compiled for anyway: torch takes 1 for a size that never changes
 
 Measured = tuple[CostTable, list[tuple[str, int]], list[str]]

@@ -109,9 +109,13 @@ CASES: list[tuple[str, int, Recompute]] = [
     *((family, 2, "full") for family in ("mistral", "qwen2", "gemma2", "gemma3", "phi3", "gpt2 tied", "neox")),
     *((family, 1, "none") for family in ("qwen3", "gemma3", "neox sequential", "roberta", "bert row")),
 ]
+QUICK = ("llama", "bert", "gemma2", "phi3", "neox", "bert row")
 
 
-@pytest.mark.parametrize(("family", "degree", "recompute"), CASES)
+@pytest.mark.parametrize(
+    ("family", "degree", "recompute"),
+    [pytest.param(*case, marks=[] if case[0] in QUICK else pytest.mark.slow) for case in CASES],
+)
 def test_it_is_what_ranks_hold(ranks: Worlds, family: str, degree: int, recompute: Recompute) -> None:
     table = estimated(family, 2, 2)
     kinds = len(table.kinds)

@@ -61,7 +61,13 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer: PreTrained
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("launcher", "options"), LAUNCHERS)
+@pytest.mark.parametrize(
+    ("launcher", "options"),
+    [
+        pytest.param(*each.values, id=each.id, marks=[] if each.id == "ranks_2" else pytest.mark.slow)
+        for each in LAUNCHERS
+    ],
+)
 def test_trains_and_exports_what_one_process_reloads(
     launcher: Sequence[str], options: Sequence[str], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
 ) -> None:

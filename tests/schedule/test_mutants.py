@@ -64,7 +64,11 @@ def test_deleted_instruction_is_refused_when_it_matters(title: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "title", [pytest.param(title, marks=pytest.mark.slow if title == "wang" else []) for title in EXAMPLES]
+    "title",
+    [
+        pytest.param(title, marks=pytest.mark.slow if title in ("wang", "oases, deferred", "oases, reduced") else [])
+        for title in EXAMPLES
+    ],
 )
 def test_moved_instruction_is_refused_exactly_when_the_step_is_wrong(title: str) -> None:
     schedule, changes = EXAMPLES[title]

@@ -50,6 +50,7 @@ def test_it_starts_ranks_and_prints_nothing_but_the_report(gpt2: Path) -> None:
     assert re.fullmatch(REPORT, done.stdout), done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_started_by_a_launcher_it_is_one_of_the_ranks(gpt2: Path) -> None:
     first, second = launch(2, ["-m", "oases_hf.cli", "verify", gpt2, *OPTIONS])
