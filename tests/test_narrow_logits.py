@@ -55,7 +55,7 @@ def test_they_are_widened_once() -> None:
         loss = ours(logits, labels)
     forward = peak()
     with peak_bytes(logits.device) as peak:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     wide, rows = 4 * TOKENS * WORDS, 100 * TOKENS
     assert forward <= wide + rows
     assert peak() <= wide // 2 + rows, "the gradient, in the type of the logits"
