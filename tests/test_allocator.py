@@ -9,9 +9,12 @@ import torch
 from torch import nn
 
 from oases_hf.allocator import MIB, allocated_bytes
+from oases_hf.plan import Plan
 from oases_hf.planner import Problem, predict
+from oases_hf.planner.terms import Terms
 from oases_hf.profiler.stopwatch import KeptBytes
 from oases_hf.schedule import Recompute
+from oases_hf.simulator import simulate
 
 from .planner.examples import by_hand
 
@@ -37,7 +40,7 @@ def test_the_share_of_a_segment(size: int, taken: int) -> None:
 @pytest.mark.parametrize("on_gpu", [False, True])
 def test_graphs_are_counted_as_devices_give_memory(on_gpu: bool) -> None:
     weight, x = nn.Parameter(torch.ones(3)), torch.ones(3 * MIB // 4, 3)
-    kept = KeptBytes([weight].__iter__(), on_gpu=on_gpu)
+    kept = KeptBytes(iter([weight]), on_gpu=on_gpu)
     with kept(Recompute(0, 0)):
         (x * weight).sum()
     assert kept.bytes == {0: 10 * MIB if on_gpu else 9 * MIB}
@@ -46,5 +49,10 @@ def test_graphs_are_counted_as_devices_give_memory(on_gpu: bool) -> None:
 @pytest.mark.parametrize("recorded", [False, True])
 def test_hidden_tensors_of_recordings_take_their_share(recorded: bool) -> None:
     costs = replace(by_hand(2), rows=8, sequence=2**10, hidden=2**8, recorded=recorded)  # 8 MiB a tensor
-    memory = predict(Problem(costs, 2, 1), (2, 2), ("full", "full"), 1).memory
+    problem, exact = Problem(costs, 2, 1), Problem(replace(costs, recorded=False), 2, 1)
+    memory = predict(problem, (2, 2), ("full", "full"), 1).memory
     assert memory.saved == 2 * (10 if recorded else 8) * MIB
+    plan = Plan("by hand", 2, (2, 2), "oases", 1, ("full", "full"))
+    saved, beside = 2 * 2 * MIB, Terms.of_plan(problem, (2,), 1, "off", None).beside_bytes
+    more = simulate(problem, plan).peak_bytes - simulate(exact, plan).peak_bytes
+    assert more == (saved + 2 * MIB + beside if recorded else 0), "what is saved, and the gradient of the last"

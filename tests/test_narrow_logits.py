@@ -59,3 +59,11 @@ def test_they_are_widened_once() -> None:
     wide, rows = 4 * TOKENS * WORDS, 100 * TOKENS
     assert forward <= wide + rows
     assert peak() <= wide // 2 + rows, "the gradient, in the type of the logits"
+
+
+def test_labels_that_are_all_ignored_leave_no_gradient() -> None:
+    logits, labels = drawn(torch.float32)
+    labels[:] = IGNORE_INDEX
+    (found,) = torch.autograd.grad(ours(logits, labels), logits)
+    (wanted,) = torch.autograd.grad(fixed_cross_entropy(logits, labels), logits)
+    assert torch.equal(found, wanted)

@@ -85,3 +85,21 @@ def test_those_that_are_declared_are_fused(name: str) -> None:
     found = [isinstance(norm, FusedRMSNorm) for norm in norms(model)]
     assert found.count(name in FUSED) == len(found)
     assert name not in FUSED or isinstance(model.base_model.norm, FusedRMSNorm)
+
+
+def test_they_take_what_hugging_face_calls_its_argument() -> None:
+    own = next(norms(FAMILIES["llama"].model(dtype=torch.float32)))
+    fused = copy.deepcopy(own)
+    adopt(fused, FusedRMSNorm)
+    x = torch.randn(2, 3, cast(Tensor, own.weight).shape[0])
+    assert torch.allclose(fused(hidden_states=x), own(hidden_states=x))
+
+
+def test_norms_of_torch_stay() -> None:
+    model = FAMILIES["llama"].model(dtype=torch.float32)
+    for layer in cast(Any, model).base_model.layers:
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            setattr(layer, name, nn.RMSNorm(model.config.hidden_size, model.config.rms_norm_eps))
+    parallel(model, 1)
+    assert not any(isinstance(norm, FusedRMSNorm) for norm in norms(model))
+    model(**FAMILIES["llama"].batch(2, 8)).loss.backward()

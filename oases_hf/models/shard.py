@@ -90,8 +90,8 @@ def fuse_norms(model: nn.Module, layer: nn.Module, family: Family) -> None:
         layer: one of its layers, which says what class its norms have.
         family: the declaration.
     """
-    if family.rms_norms:
-        kind = type(layer.get_submodule(family.blocks[0].entries[0]))
+    kind = type(layer.get_submodule(family.blocks[0].entries[0]))
+    if family.rms_norms and kind is not nn.RMSNorm:
         for module in model.modules():
             if type(module) is kind:
                 adopt(module, FusedRMSNorm)

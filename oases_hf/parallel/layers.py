@@ -41,12 +41,13 @@ class FusedRMSNorm(nn.Module):
     weight: nn.Parameter
     variance_epsilon: float
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, hidden_states: Tensor) -> Any:
         """``[..., H]`` to the same."""
-        if x.dtype != self.weight.dtype:
-            return super().forward(x)
-        with torch.autocast(x.device.type, enabled=False):  # on GPUs it would make float32 of what is narrower
-            return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
+        if hidden_states.dtype != self.weight.dtype:
+            return super().forward(hidden_states)
+        # On GPUs autocast would make float32 of what is narrower.
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            return F.rms_norm(hidden_states, self.weight.shape, self.weight, self.variance_epsilon)
 
 
 class JoinNorm(nn.Module):

@@ -50,7 +50,7 @@ class _CrossEntropySum(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None, None]:
         probabilities, target, mine, counted = ctx.saved_tensors
         others = probabilities - ctx.smoothing / ctx.vocab if ctx.smoothing else probabilities
-        scale, at = counted[:, None] * grads[0], target[:, None]
+        scale, at = torch.where(counted, grads[0], 0.0)[:, None], target[:, None]
         grad = torch.empty_like(others, dtype=ctx.dtype)
         torch.mul(others, scale, out=grad)  # rounded once, and no wider copy of it is made
         at_target = others.gather(-1, at) - mine[:, None].to(others.dtype) * (1 - ctx.smoothing)

@@ -115,9 +115,12 @@ class Axis:
         return work
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, in rank order; all must have one shape."""
+        """The tensors of all ranks, in rank order; all must have one shape.
+
+        Without a group there are no other ranks: room for what they would send follows.
+        """
         if self.group is None:
-            return [tensor]
+            return [tensor, *(torch.empty_like(tensor) for _ in self.ranks[1:])]
         self.traffic.count(tensor)
         parts = [torch.empty_like(tensor) for _ in self.ranks]
         dist.all_gather(parts, tensor.contiguous(), group=self.group)

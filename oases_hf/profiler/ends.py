@@ -24,10 +24,15 @@ from .stopwatch import peak_bytes
 @contextmanager
 def as_accelerate_has_it(model: nn.Module) -> Iterator[None]:
     """Under autocast, let what ``model``'s forward returns be float32; its hooks see no other."""
+    own = vars(model).get("forward")
     if torch.is_autocast_enabled("cpu"):
         model.forward = convert_outputs_to_fp32(model.forward)
-    yield
-    vars(model).pop("forward", None)
+    try:
+        yield
+    finally:
+        vars(model).pop("forward", None)
+        if own is not None:
+            model.forward = own
 
 
 class DryEnds:
@@ -58,8 +63,10 @@ class DryEnds:
     def peak_bytes(self, rows: int, sequence: int, autocast: Autocast) -> int:
         """The most that operators of a forward and backward return at once, of ``rows`` of so many tokens.
 
-        With a cache: else the loop would have to read the positions to do without a mask.
+        Of a model that predicts no words without its head, which may want other inputs. With a cache: else the loop
+        would have to read the positions to do without a mask.
         """
+        run = self._model if self._vocabulary.head is not None else self._model.base_model
         self._model.config.use_cache = True
         tokens = torch.zeros(rows, sequence, dtype=torch.long)
         for parameter in self._model.parameters():
@@ -67,6 +74,6 @@ class DryEnds:
         labels = {"labels": tokens} if self._vocabulary.loss is not None else {}
         with kept_as_on_gpus(), peak_bytes(tokens.device) as peak:
             with autocast(), as_accelerate_has_it(self._model):
-                output = self._model(input_ids=tokens, **labels)
+                output = run(input_ids=tokens, **labels)
             loss_of(output).backward()
         return peak()

@@ -77,6 +77,7 @@ class Estimate:
         with self._fake:
             self._ends = DryEnds(self._model.of_one_layer(), tmp_size)
         self._layer, self._held = cache(self._make_layer), cache(self._run)
+        self._outside_bytes = cache(self._run_ends)
         self.degrees = feasible_degrees(config, self._family, tmp_size)
 
     def table(self, rows: int, sub_batches: int) -> CostTable:
@@ -85,8 +86,6 @@ class Estimate:
         workload = Workload(rows, self._sequence, (sub_batches,), self._optimizer_state)
         most = -(-rows // sub_batches)
         groups = range(2, self._tmp_size * self._data_size + 1)
-        with self._fake:
-            outside_bytes = self._ends.peak_bytes(rows, self._sequence, self._running.autocast)
         kinds = []
         for i, block in enumerate(self._family.blocks):
             parameters, timings, unowned = {}, {}, {}
@@ -111,7 +110,7 @@ class Estimate:
             all_gather=dict.fromkeys(groups, Curve(((1, 0.0),))),
             exchange=dict.fromkeys(groups, Curve(((1, 0.0),))),
             slowdown=Slowdown(),
-            outside=Outside(0.0, self._ends.parameters, outside_bytes, self._ends.unowned),
+            outside=Outside(0.0, self._ends.parameters, self._outside_bytes(rows), self._ends.unowned),
             optimizer_ms=0.0,
             recorded=True,
         )
@@ -168,3 +167,7 @@ class Estimate:
     def _run(self, degree: int, rank: int, rows: int) -> tuple[Held, ...]:
         with self._fake:
             return self._layer(degree, rank).run(rows, self._sequence, self._running.autocast)
+
+    def _run_ends(self, rows: int) -> int:
+        with self._fake:
+            return self._ends.peak_bytes(rows, self._sequence, self._running.autocast)

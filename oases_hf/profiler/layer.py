@@ -46,11 +46,16 @@ class Running:
     compile: bool = False
     comm_dtype: CommDtype | None = None
 
-    def computed(self, dtype: torch.dtype) -> torch.dtype:
-        """What the matmuls of a model of ``dtype`` compute in."""
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """What autocast casts to; None without it."""
         device = self.device.type
         with self.autocast():
-            return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
+            return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+    def computed(self, dtype: torch.dtype) -> torch.dtype:
+        """What the matmuls of a model of ``dtype`` compute in."""
+        return self.autocast_dtype or dtype
 
 
 @dataclass

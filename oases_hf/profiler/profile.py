@@ -30,6 +30,9 @@ from .link import LinkProfile
 
 Say = Callable[[str], None]
 
+FIGURES = 2
+"""Goes up when a figure of a table, as it is measured, comes to mean something else."""
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -126,9 +129,10 @@ def fingerprint(model: Architecture, mesh: Mesh, workload: Workload, running: Ru
     return {
         "model": f"{config.model_type}, hidden {config.hidden_size}, {config.num_hidden_layers} layers",
         "layers": str(config.num_hidden_layers),
+        "class": model.model_class.__name__,
         "config": hashlib.sha256(repr(shape).encode()).hexdigest()[:16],
         "attention": str(config._attn_implementation),
-        "dtype": f"{dtype} computed in {running.computed(dtype)}",
+        "dtype": f"{dtype} computed in {running.computed(dtype)}, autocast to {running.autocast_dtype}",
         "blocks": "compiled" if running.compile else "not compiled",
         "sent": running.comm_dtype or "as computed",
         "device": torch.cuda.get_device_name(device) if gpu else f"cpu, {torch.get_num_threads()} threads",
@@ -136,7 +140,7 @@ def fingerprint(model: Architecture, mesh: Mesh, workload: Workload, running: Ru
         "link": f"{dist.get_backend() if dist.is_initialized() else 'none'}, "
         + ", ".join(f"{name}={os.environ.get(name, '')}" for name in ("NCCL_P2P_DISABLE", "GLOO_SOCKET_IFNAME")),
         "workload": repr(workload),
-        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        "versions": f"torch {torch.__version__}, transformers {transformers.__version__}, figures {FIGURES}",
     }
 
 
@@ -194,7 +198,7 @@ def _measure(
         all_gather=all_gather,
         exchange=exchange,
         slowdown=slowdown,
-        outside=_outside(model, mesh.tmp.size, workload, running, found[max(degrees)].outside_ms),
+        outside=outside(model, mesh.tmp.size, workload, running, found[max(degrees)].outside_ms),
         optimizer_ms=max(each.optimizer_ms for each in found.values()),
         recorded=running.device.type == "cuda",
     )
@@ -237,12 +241,12 @@ def element_bytes(dtype: torch.dtype, workload: Workload, running: Running) -> E
     return ElementBytes(dtype.itemsize, partial, *(dtype.itemsize,) * 3, workload.optimizer_state, comm)
 
 
-def _outside(model: Architecture, tmp_size: int, workload: Workload, running: Running, ms: float) -> Outside:
+def outside(model: Architecture, tmp_size: int, workload: Workload, running: Running, ms: float) -> Outside:
     """Embedding, head and loss, of which ``ms`` was measured; what they hold is counted without data."""
-    dtype = running.computed(model.dtype)
+    dtype = running.autocast_dtype
+    autocast = partial(torch.autocast, "cpu", dtype, enabled=dtype is not None)
     with FakeTensorMode():
         ends = DryEnds(model.of_one_layer(), tmp_size)
-        autocast = partial(torch.autocast, "cpu", dtype, enabled=dtype != model.dtype)
         held = ends.peak_bytes(workload.rows, workload.sequence, autocast)
     return Outside(ms, ends.parameters, held, ends.unowned)
 

@@ -95,7 +95,7 @@ class KeptBytes:
 
     Args:
         parameters: of the model.
-        on_gpu: count what GPUs give for it.
+        on_gpu: count each tensor as its share of the segments of a GPU's allocator.
 
     Attributes:
         bytes: by block, of its last sub-batch.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from accelerate.utils import convert_outputs_to_fp32
+from transformers import BertForMultipleChoice, BertForPreTraining, LlamaForCausalLM, PreTrainedModel
 
 from oases_hf.convert import plain, stack_of
 from oases_hf.costs import CostTable
@@ -17,8 +20,8 @@ from oases_hf.plan import Recompute
 from oases_hf.planner import Memory, Problem, predict
 from oases_hf.profiler import Architecture, Estimate
 from oases_hf.profiler.dry import kept_as_on_gpus
-from oases_hf.profiler.ends import as_accelerate_has_it
-from oases_hf.profiler.layer import Autocast, loss_of
+from oases_hf.profiler.layer import Autocast, Running, loss_of
+from oases_hf.profiler.profile import Workload, outside
 from oases_hf.profiler.stopwatch import KeptBytes, PeakBytes, peak_bytes
 from oases_hf.schedule import Backward, Forward, Instruction
 from oases_hf.schedule import Recompute as Recomputing
@@ -172,8 +175,10 @@ def around_layers(family: str, autocast: Autocast = nullcontext) -> int:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         as_given = mock.patch("oases_hf.convert.make_batch_equal", lambda tensors, *_: tensors)
+        if autocast is not nullcontext:
+            model.forward = convert_outputs_to_fp32(model.forward)  # as Accelerate does
         with as_given, peak_bytes(torch.device("cpu")) as peak:
-            with autocast(), as_accelerate_has_it(model):
+            with autocast():
                 loss = loss_of(model(**inputs))
             loss.backward()
     return peak()
@@ -185,3 +190,33 @@ def test_what_is_around_layers_is_what_ranks_hold(ranks: Worlds, family: str, au
     """But for numbers of a row or of all."""
     said = estimated(family, 2, 2, autocast).outside.bytes
     assert max(ranks(2).run(around_layers, family, autocast)) == pytest.approx(said, rel=0.005)
+
+
+class OwnForward(LlamaForCausalLM):
+    def forward(self, input_ids: Any = None, labels: Any = None, **others: Any) -> Any:
+        return super().forward(input_ids=input_ids, labels=labels, **others)
+
+
+@pytest.mark.parametrize("other", [OwnForward, BertForPreTraining, BertForMultipleChoice])
+def test_heads_whose_loss_is_their_own(other: type[PreTrainedModel]) -> None:
+    """Whole logits are there, where there are logits of words."""
+    family = "llama" if other is OwnForward else "bert"
+    like = Architecture.of(FAMILIES[family].model(dtype=torch.float32))
+    models = (replace(like, model_class=other), like)
+    own, hugging_face = (Estimate(model, 2, SEQUENCE, 8, nullcontext).table(ROWS, 2) for model in models)
+    words = ROWS * SEQUENCE * like.config.vocab_size * 4
+    if other is BertForMultipleChoice:
+        assert own.outside.bytes < hugging_face.outside.bytes
+    else:
+        assert own.outside.bytes >= 2 * words
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+def test_a_profile_counts_what_is_around_layers_as_an_estimate_does(weights: torch.dtype) -> None:
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+    model = Architecture.of(FAMILIES["llama"].model(dtype=weights))
+    measured = outside(model, 2, Workload(ROWS, SEQUENCE), Running(torch.device("cpu"), autocast), 1.0)
+    table = Estimate(model, 2, SEQUENCE, 8, autocast).table(ROWS, 2)
+    assert measured == replace(table.outside, ms=1.0)
+    bare = Estimate(model, 2, SEQUENCE, 8, nullcontext).table(ROWS, 2)
+    assert measured.bytes != bare.outside.bytes
