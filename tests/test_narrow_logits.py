@@ -12,6 +12,8 @@ from oases_hf.parallel.mesh import Axis
 from oases_hf.parallel.sharding import Span
 from oases_hf.profiler.stopwatch import peak_bytes
 
+from .parity import assert_gradients
+
 TOKENS, WORDS = 64, 1000
 ALONE = Axis((0,), 0)
 
@@ -37,9 +39,8 @@ def test_loss_and_gradient(dtype: torch.dtype) -> None:
     assert loss.dtype == expected.dtype == torch.float32
     torch.testing.assert_close(loss, expected)
     assert found.dtype == wanted.dtype == dtype
-    tiny = torch.finfo(dtype).smallest_normal
-    rounding = 2 * torch.finfo(torch.float32 if dtype == torch.float64 else dtype).eps
-    torch.testing.assert_close(found, wanted, rtol=max(rounding, 1e-5), atol=tiny)
+    # Both are computed in float32 and rounded once, so nearly all that is narrower is equal.
+    assert_gradients({"logits": found.double()}, {"logits": wanted.double()}, relative=1e-6)
 
 
 def test_a_graph_that_is_kept_gives_the_same_gradient_twice() -> None:

@@ -26,7 +26,7 @@ ROUNDED = {torch.float64: 1e-6, torch.float32: 1e-6, torch.bfloat16: 2**-7, torc
 
 def norms(model: Any) -> Iterator[nn.Module]:
     """In layers and behind them."""
-    return (module for module in model.modules() if type(module).__name__.endswith("RMSNorm"))
+    return (module for module in model.modules() if "Norm" in type(module).__name__)
 
 
 def passed(norm: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:

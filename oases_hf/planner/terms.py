@@ -120,7 +120,7 @@ class Terms:
         # and where gradients are kept by owners alone, what is packed and what is on its way comes on top of them.
         buffers = 5 if self.mode.shard_optimizer == "reduce" else 3
         full = choice.recompute == "full"
-        hidden_bytes = self.tensor_bytes(elements * size.forward)
+        hidden_bytes = self.hidden_bytes(degree, size.forward)
         saved_bytes = sub_batches * kind.saved_hiddens * hidden_bytes
         if not full:
             saved_bytes = timing.graphs_bytes(sub_batches) + sub_batches * kind.norm_hiddens * hidden_bytes
@@ -140,7 +140,7 @@ class Terms:
             saved_bytes=saved_bytes,
             runtime_bytes=timing.runtime_bytes
             + (timing.graph_bytes if full else 0)
-            + sub_batches * self.tensor_bytes(elements * size.gradient)
+            + sub_batches * self.hidden_bytes(degree, size.gradient)
             + (self._moved_bytes() if degree < costs.tmp_size else 0)
             + buffers * others * size.parameter_gradient,
         )
@@ -252,11 +252,12 @@ class Terms:
 
     def _moved_bytes(self) -> int:
         """What gathers between degrees make at the highest one, which is there at the ends: a tensor each way."""
-        elements, size = self.costs.hidden_elements(self.costs.tmp_size, self.mode.rows), self.costs.element_bytes
-        return self.tensor_bytes(elements * size.forward) + self.tensor_bytes(elements * size.gradient)
+        highest, size = self.costs.tmp_size, self.costs.element_bytes
+        return self.hidden_bytes(highest, size.forward) + self.hidden_bytes(highest, size.gradient)
 
-    def tensor_bytes(self, size_bytes: int) -> int:
-        """What a tensor of a block takes; the pools of recordings hold whole segments."""
+    def hidden_bytes(self, degree: int, element_bytes: int) -> int:
+        """What the hidden tensor of a sub-batch takes on a rank; the pools of recordings hold whole segments."""
+        size_bytes = self.costs.hidden_elements(degree, self.mode.rows) * element_bytes
         return allocated_bytes(size_bytes) if self.recorded else size_bytes
 
     @property

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..convert import stack_of
+from ..costs import Outside
 from ..models import family_of
 from ..models.shard import Sharder, fuse_norms
 from ..models.vocabulary import Vocabulary
@@ -22,7 +23,7 @@ from .stopwatch import peak_bytes
 
 
 @contextmanager
-def as_accelerate_has_it(model: nn.Module) -> Iterator[None]:
+def _as_accelerate_has_it(model: nn.Module) -> Iterator[None]:
     """Under autocast, let what ``model``'s forward returns be float32; its hooks see no other."""
     own = vars(model).get("forward")
     if torch.is_autocast_enabled("cpu"):
@@ -42,9 +43,6 @@ class DryEnds:
         model: of one layer, of fake tensors; changed.
         tmp_size: ranks of the group.
 
-    Attributes:
-        parameters: elements that the first rank holds, which has the most.
-        unowned: of these, those that are whole on every rank.
     """
 
     def __init__(self, model: PreTrainedModel, tmp_size: int) -> None:
@@ -56,12 +54,16 @@ class DryEnds:
         self._vocabulary.shard(sharder)
         sharder.retie(model)
         self._vocabulary.install(model)
-        held = set(model.parameters())
-        self.parameters = sum(p.numel() for p in held)
-        self.unowned = sum(p.numel() for p in held - set(sharder.layouts))
+        self._split = set(sharder.layouts)
 
-    def peak_bytes(self, rows: int, sequence: int, autocast: Autocast) -> int:
-        """The most that operators of a forward and backward return at once, of ``rows`` of so many tokens.
+    def outside(self, rows: int, sequence: int, autocast: Autocast) -> Outside:
+        """What the first rank holds, which has the most words, with ``rows`` of so many tokens; its time is 0."""
+        held = set(self._model.parameters())
+        unowned = sum(p.numel() for p in held - self._split)
+        return Outside(0.0, sum(p.numel() for p in held), self._peak_bytes(rows, sequence, autocast), unowned)
+
+    def _peak_bytes(self, rows: int, sequence: int, autocast: Autocast) -> int:
+        """The most that operators of a forward and backward return at once.
 
         Of a model that predicts no words without its head, which may want other inputs. With a cache: else the loop
         would have to read the positions to do without a mask.
@@ -73,7 +75,7 @@ class DryEnds:
             parameter.grad = torch.zeros_like(parameter)
         labels = {"labels": tokens} if self._vocabulary.loss is not None else {}
         with kept_as_on_gpus(), peak_bytes(tokens.device) as peak:
-            with autocast(), as_accelerate_has_it(self._model):
+            with autocast(), _as_accelerate_has_it(self._model):
                 output = run(input_ids=tokens, **labels)
             loss_of(output).backward()
         return peak()

@@ -77,7 +77,7 @@ class Estimate:
         with self._fake:
             self._ends = DryEnds(self._model.of_one_layer(), tmp_size)
         self._layer, self._held = cache(self._make_layer), cache(self._run)
-        self._outside_bytes = cache(self._run_ends)
+        self._outside = cache(self._run_ends)
         self.degrees = feasible_degrees(config, self._family, tmp_size)
 
     def table(self, rows: int, sub_batches: int) -> CostTable:
@@ -110,7 +110,7 @@ class Estimate:
             all_gather=dict.fromkeys(groups, Curve(((1, 0.0),))),
             exchange=dict.fromkeys(groups, Curve(((1, 0.0),))),
             slowdown=Slowdown(),
-            outside=Outside(0.0, self._ends.parameters, self._outside_bytes(rows), self._ends.unowned),
+            outside=self._outside(rows),
             optimizer_ms=0.0,
             recorded=True,
         )
@@ -168,6 +168,6 @@ class Estimate:
         with self._fake:
             return self._layer(degree, rank).run(rows, self._sequence, self._running.autocast)
 
-    def _run_ends(self, rows: int) -> int:
+    def _run_ends(self, rows: int) -> Outside:
         with self._fake:
-            return self._ends.peak_bytes(rows, self._sequence, self._running.autocast)
+            return self._ends.outside(rows, self._sequence, self._running.autocast)

@@ -246,9 +246,8 @@ def outside(model: Architecture, tmp_size: int, workload: Workload, running: Run
     dtype = running.autocast_dtype
     autocast = partial(torch.autocast, "cpu", dtype, enabled=dtype is not None)
     with FakeTensorMode():
-        ends = DryEnds(model.of_one_layer(), tmp_size)
-        held = ends.peak_bytes(workload.rows, workload.sequence, autocast)
-    return Outside(ms, ends.parameters, held, ends.unowned)
+        held = DryEnds(model.of_one_layer(), tmp_size).outside(workload.rows, workload.sequence, autocast)
+    return replace(held, ms=ms)
 
 
 @contextmanager

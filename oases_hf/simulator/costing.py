@@ -77,8 +77,7 @@ class Costs:
         for kind, degree, recompute in zip(problem.blocks, plan.degrees, plan.recompute, strict=True):
             choice = Choice(degree, recompute)
             if (kind.name, choice) not in known:
-                elements = self.table.hidden_elements(degree, rows)
-                hidden = self.terms.tensor_bytes(elements * self.table.element_bytes.forward)
+                hidden = self.terms.hidden_bytes(degree, self.table.element_bytes.forward)
                 known[kind.name, choice] = BlockCosts(
                     self.terms.block(kind, choice),
                     self.table.timing(kind, degree, plan.sub_batches, rows),
